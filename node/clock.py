@@ -1,0 +1,81 @@
+"""Time as an argument: the system's, or a virtual one that jumps when every task waits.
+
+Nothing in `node/` reads `time.time()`; it asks the `Clock` it was given. A virtual clock comes with its own event
+loop (`run_virtual`), on which `asyncio.sleep`, timeouts and `loop.time()` take no real time: whenever no callback
+is ready, time moves to the next timer. With no threads and no sockets such a run is deterministic. Not for
+measuring how long work takes: use `time.perf_counter` for that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+import time
+from collections.abc import Coroutine
+from typing import Any, Protocol, TypeVar
+
+__all__ = ["Clock", "SystemClock", "VirtualClock", "run_virtual"]
+
+T = TypeVar("T")
+
+
+class Clock(Protocol):
+    """Swarm time."""
+
+    def now_ms(self) -> int:
+        """Integer milliseconds since 1970."""
+        ...
+
+    def monotonic_s(self) -> float:
+        """Seconds that never run backwards; only differences mean something."""
+        ...
+
+
+class SystemClock:
+    """The machine's own clock."""
+
+    def now_ms(self) -> int:
+        return time.time_ns() // 1_000_000
+
+    def monotonic_s(self) -> float:
+        return time.monotonic()
+
+
+class VirtualClock:
+    """Time of the running virtual event loop, counted from a fixed epoch."""
+
+    def __init__(self, epoch_ms: int = 1_700_000_000_000) -> None:
+        self._epoch_ms = epoch_ms
+
+    def now_ms(self) -> int:
+        return self._epoch_ms + round(self.monotonic_s() * 1000)
+
+    def monotonic_s(self) -> float:
+        return asyncio.get_running_loop().time()
+
+
+class _JumpingSelector(selectors.SelectSelector):
+    """Instead of waiting for `timeout`, moves the loop's clock forward by it."""
+
+    offset_s = 0.0
+
+    def select(self, timeout: float | None = None) -> Any:
+        if timeout is None:
+            raise RuntimeError("every task waits and no timer is set: the simulation is deadlocked")
+        self.offset_s += max(timeout, 0.0)
+        return super().select(0)
+
+
+class _VirtualLoop(asyncio.SelectorEventLoop):
+    def __init__(self) -> None:
+        self._jumping = _JumpingSelector()
+        super().__init__(self._jumping)
+
+    def time(self) -> float:
+        return self._jumping.offset_s
+
+
+def run_virtual(main: Coroutine[Any, Any, T]) -> T:
+    """`asyncio.run` on a virtual event loop. Raises RuntimeError when all tasks wait without a timer."""
+    with asyncio.Runner(loop_factory=_VirtualLoop) as runner:
+        return runner.run(main)

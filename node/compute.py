@@ -1,0 +1,67 @@
+"""Where heavy work runs: on threads beside the event loop, or inline at a fixed virtual cost.
+
+The loop serves the network and must not be blocked (D11): generation, training, scoring and checks go through
+`Compute.run`. `ThreadCompute` has one thread per lane, so two pieces of work of one lane never overlap (torch
+modules are not thread-safe) while lanes do. `InlineCompute` calls the function at once and then sleeps the lane's
+fixed cost in virtual time, which makes a whole swarm in one process deterministic.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol, TypeVar
+
+__all__ = ["Compute", "InlineCompute", "Lane", "ThreadCompute"]
+
+T = TypeVar("T")
+Lane = str
+LANES: tuple[Lane, ...] = ("generate", "train", "score", "verify", "evaluate", "disk")
+
+
+class Compute(Protocol):
+    """Runs blocking work without blocking the event loop."""
+
+    async def run(self, lane: Lane, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Result of `function(*args, **kwargs)`; what it raises is raised here."""
+        ...
+
+    def close(self) -> None:
+        """Let running work end and release the threads."""
+        ...
+
+
+class ThreadCompute:
+    """One worker thread per lane."""
+
+    def __init__(self) -> None:
+        self._executors: dict[Lane, ThreadPoolExecutor] = {}
+
+    async def run(self, lane: Lane, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        executor = self._executors.get(lane)
+        if executor is None:
+            executor = self._executors[lane] = ThreadPoolExecutor(1, thread_name_prefix=f"swarm-{lane}")
+        return await asyncio.get_running_loop().run_in_executor(
+            executor, functools.partial(function, *args, **kwargs)
+        )
+
+    def close(self) -> None:
+        for executor in self._executors.values():
+            executor.shutdown(wait=True, cancel_futures=True)
+
+
+class InlineCompute:
+    """Calls inline, then lets `costs_s[lane]` seconds of virtual time pass."""
+
+    def __init__(self, costs_s: Mapping[Lane, float]) -> None:
+        self._costs_s = dict(costs_s)
+
+    async def run(self, lane: Lane, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        result = function(*args, **kwargs)
+        await asyncio.sleep(self._costs_s.get(lane, 0.0))
+        return result
+
+    def close(self) -> None:
+        return None

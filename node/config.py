@@ -1,0 +1,252 @@
+"""A node's whole configuration: one typed tree, TOML in, JSON out.
+
+Order: defaults < `--config` files in order < `SWARM_...` environment (`SWARM_TRAIN__LEARNING_RATE=1e-4`) < `--set`
+and flags. Unknown keys are errors that name the nearest valid one. The string under a field is its help; `swarm
+config schema` prints the JSON schema. Nothing here imports torch. What all members of a swarm must share is not here
+but in the charter.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import pydantic
+from pydantic import BaseModel, ConfigDict, Field
+
+from node.paths import bundled, default_home
+from protocol.errors import ConfigError
+
+__all__ = [
+    "EvaluateConfig",
+    "NetworkConfig",
+    "NodeConfig",
+    "PolicyConfig",
+    "RolloutConfig",
+    "ShareConfig",
+    "TrainConfig",
+    "VerifyConfig",
+    "WeightConfig",
+    "load_config",
+]
+
+
+class Section(BaseModel):
+    """A closed, immutable table of the configuration."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class PolicyConfig(Section):
+    path: str = "models/starling"
+    """Folder of the policy in Hugging Face layout; a relative path is looked up here, then among the bundled ones."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where trainer and engine run."""
+
+    def folder(self) -> Path:
+        """The policy's folder, absolute. Raises ConfigError when it is nowhere."""
+        path = Path(self.path).expanduser()
+        return path.resolve() if path.is_dir() else bundled(self.path)
+
+
+class NetworkConfig(Section):
+    transport: Literal["hivemind", "memory", "none"] = "hivemind"
+    """hivemind: real sockets. memory: simulation in one process. none: train alone."""
+    listen: str = "/ip4/0.0.0.0/tcp/0"
+    """Multiaddr to listen on; TCP only. Port 0 picks a free one."""
+    bootstraps: tuple[str, ...] = ()
+    """Addresses of known nodes; tried again with back-off until one answers."""
+    reconcile_s: float = Field(10.0, gt=0)
+    """Neighbours compare the announcements they hold this often."""
+    max_daemon_bytes: int = Field(512 * 2**20, gt=0)
+    """The network daemon is restarted above this memory."""
+
+
+class RolloutConfig(Section):
+    engine: Literal["transformers"] = "transformers"
+    """What generates."""
+    temperature: float = Field(1.0, gt=0, le=10)
+    """Sampling temperature."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus; 1 keeps log-probabilities exact."""
+    max_staleness: int = Field(1, ge=0)
+    """Versions the rollouts may lag behind the trainer (AReaL's admission rule)."""
+
+
+class VerifyConfig(Section):
+    enabled: bool = True
+    """Off: peers' claims are believed. Only for comparisons."""
+    score_timeout_s: float = Field(2.0, gt=0)
+    """Limit for scoring one group in the sandbox."""
+    queue: int = Field(64, ge=1)
+    """Fetched bodies waiting for verification."""
+
+
+class ShareConfig(Section):
+    pool_groups: int = Field(64, ge=1)
+    """Groups of peers kept for training."""
+    max_uses: int = Field(2, ge=1)
+    """How often one stored group is trained on."""
+    fetch_parallel: int = Field(4, ge=1)
+    """Bodies fetched at a time."""
+    fetch_timeout_s: float = Field(10.0, gt=0)
+    """Deadline of one body."""
+    keep_bodies: int = Field(512, ge=1)
+    """Own bodies kept for serving."""
+
+
+class WeightConfig(Section):
+    advantage: Literal["grpo", "rloo", "dr_grpo"] = "grpo"
+    """Advantage inside one group."""
+    external: Literal["auto", "compat", "hacpo", "dppo_tv"] = "auto"
+    """How peers' groups enter the loss. auto: GRAFT where our group failed and theirs is mixed, HACPO's
+    capability-aware term where a prompt is shared, `compat` elsewhere."""
+    external_weight: float = Field(1.0, ge=0)
+    """Weight of all external groups together against the own ones."""
+    newcomer_trust: float = Field(0.5, ge=0, le=1)
+    """Trust in a peer never seen before."""
+
+
+class TrainConfig(Section):
+    steps: int = Field(100, ge=1)
+    """Optimiser steps of this run."""
+    local_groups: int = Field(4, ge=1)
+    """Own groups in a step (I)."""
+    external_groups: int = Field(4, ge=0)
+    """Peers' groups in a step (J), as many as there are in time."""
+    external_wait_s: float = Field(2.0, ge=0)
+    """How long a step waits for peers' groups before it goes on with fewer; no wait without peers."""
+    objective: Literal["dppo_tv", "ppo_clip", "tis"] = "dppo_tv"
+    """Loss of the own groups."""
+    learning_rate: float = Field(3e-4, gt=0)
+    """AdamW's step size after the warm-up."""
+    warmup_steps: int = Field(5, ge=0)
+    """Steps of linear warm-up."""
+    max_grad_norm: float = Field(1.0, gt=0)
+    """Gradients are clipped to this norm."""
+    micro_batch_tokens: int = Field(16_384, ge=1)
+    """Padded tokens of one forward and backward pass."""
+    checkpoint_every: int = Field(50, ge=1)
+    """Steps between checkpoints; one is written at the end in any case."""
+
+
+class EvaluateConfig(Section):
+    prompts_per_task: int = Field(128, ge=1)
+    """Held-out prompts of each task, the same before, during and after."""
+    every: int = Field(50, ge=1)
+    """Steps between evaluations."""
+
+
+class NodeConfig(Section):
+    """Everything one node needs to know besides the charter."""
+
+    name: str = Field("node", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.\-]{0,31}$")
+    """Shown to others; not an identity."""
+    home: Path = Field(default_factory=default_home)
+    """Folder of key, charter, state and runs."""
+    run: str = Field("latest", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.\-]{0,63}$")
+    """Name of the run's folder under `<home>/runs`."""
+    charter: str = ""
+    """Path of the charter (signed, or TOML for a swarm of our own); empty: `<home>/charter.bin`, else the demo's."""
+    seed: int = Field(0, ge=0)
+    """Seed of sampling and of everything else random in this node."""
+    linger: bool = False
+    """After the last step go on serving peers until stopped."""
+    policy: PolicyConfig = PolicyConfig()
+    network: NetworkConfig = NetworkConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    verify: VerifyConfig = VerifyConfig()
+    share: ShareConfig = ShareConfig()
+    weight: WeightConfig = WeightConfig()
+    train: TrainConfig = TrainConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+
+
+def load_config(files: Iterable[Path] = (), overrides: Mapping[str, Any] | None = None) -> NodeConfig:
+    """The resolved configuration. `overrides` maps dotted keys to values or to TOML text of them. Raises ConfigError
+    in one sentence."""
+    known = dict(_known_keys(NodeConfig))
+    values: dict[str, Any] = {}
+    for file in files:
+        _merge(values, _read(file))
+    _refuse_unknown_keys(values, known)
+    for key, value in {**_environment(), **(overrides or {})}.items():
+        _refuse_unknown_key(key, known)
+        *sections, last = key.split(".")
+        table = values
+        for section in sections:
+            table = table.setdefault(section, {})
+        table[last] = _plain(value)
+    try:
+        return NodeConfig.model_validate(values)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"config key {key} = {first.get('input')!r}: {first['msg']}") from None
+
+
+def _environment() -> dict[str, str]:
+    """`SWARM_TRAIN__STEPS=3` as {"train.steps": "3"}."""
+    prefix = "SWARM_"
+    found = {key[len(prefix) :]: value for key, value in os.environ.items() if key.startswith(prefix)}
+    return {key.lower().replace("__", "."): value for key, value in found.items()}
+
+
+def _plain(value: Any) -> Any:
+    """A flag's or variable's text as the TOML value it spells, or as the text itself."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return value
+
+
+def _read(file: Path) -> dict[str, Any]:
+    path = file if file.exists() else None
+    if path is None:
+        name = file.name if file.suffix else f"{file.name}.toml"
+        try:
+            path = bundled(name)
+        except ConfigError:
+            raise ConfigError(f"no config file {str(file)!r}, and no profile of that name in configs/") from None
+    text = path.read_text(encoding="utf-8", errors="replace")
+    try:
+        return json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid {path.suffix[1:].upper()}: {error}") from None
+
+
+def _merge(into: dict[str, Any], other: Mapping[str, Any]) -> None:
+    for key, value in other.items():
+        if isinstance(value, Mapping) and isinstance(into.get(key), dict):
+            _merge(into[key], value)
+        else:
+            into[key] = dict(value) if isinstance(value, Mapping) else value
+
+
+def _refuse_unknown_key(key: str, known: Mapping[str, bool]) -> None:
+    if key not in known:
+        nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
+        raise ConfigError(f"unknown config key {key!r}; the nearest valid one is {nearest!r}")
+
+
+def _refuse_unknown_keys(values: Mapping[str, Any], known: Mapping[str, bool], prefix: str = "") -> None:
+    for key, value in values.items():
+        _refuse_unknown_key(prefix + key, known)
+        if isinstance(value, Mapping) and known[prefix + key]:
+            _refuse_unknown_keys(value, known, f"{prefix}{key}.")
+
+
+def _known_keys(model: type[BaseModel], prefix: str = "") -> Iterable[tuple[str, bool]]:
+    """Every dotted key, and whether it is a section."""
+    for name, field in model.model_fields.items():
+        is_section = isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+        yield prefix + name, is_section
+        if is_section:
+            yield from _known_keys(field.annotation, f"{prefix}{name}.")  # type: ignore[arg-type]

@@ -1,0 +1,279 @@
+"""The node's one typed event stream: what happened, as frozen records.
+
+Everything that shows a node reads this and nothing else: `metrics.jsonl` (one JSON object a line), the local socket
+that `swarm monitor` and `swarm status` attach to, the demo's table, trackers. Stages emit; they never format.
+Not a log of peers' bytes: text of a peer is cut to `MAX_SHOWN_CHARS` and stripped of control characters here, once.
+
+Fields named `*_s` are measured seconds (the only ones that differ between two runs of the deterministic
+simulation); `at` is swarm time in milliseconds. A line carries its record's name in `type`.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+__all__ = [
+    "CheckOutcome",
+    "Evaluated",
+    "Event",
+    "EventBus",
+    "GroupJudged",
+    "Health",
+    "Notice",
+    "NodeStarted",
+    "NodeStopped",
+    "PeerStatus",
+    "PeersSeen",
+    "SourceShare",
+    "StageStatus",
+    "StagesSeen",
+    "StepDone",
+    "decode_event",
+    "encode_event",
+    "inert",
+]
+
+MAX_SHOWN_CHARS = 2000
+
+
+def inert(text: str, max_chars: int = MAX_SHOWN_CHARS) -> str:
+    """Peer text made harmless for screens and logs: control, format and bidirectional characters become U+FFFD
+    (newline and tab stay), and what is over `max_chars` is cut."""
+    cut = text if len(text) <= max_chars else text[: max_chars - 1] + "…"
+    return "".join(
+        c if c in "\n\t" or unicodedata.category(c) not in {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"} else "\ufffd"
+        for c in cut
+    )
+
+
+class Event(msgspec.Struct, frozen=True, tag=True, tag_field="type", kw_only=True):
+    """Base of every event. `at` is swarm time in milliseconds."""
+
+    at: int
+
+
+class NodeStarted(Event, frozen=True, kw_only=True):
+    """First event of a run."""
+
+    name: str
+    peer_id: str
+    swarm: str
+    swarm_id: str
+    addresses: tuple[str, ...]
+    model: str
+    params: int
+    engine: str
+    sandbox: str
+    """One sentence: how strong the scoring sandbox is here."""
+    run_dir: str
+
+
+class StageStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One stage of the strip `rollout | verify | share | weight | train | broadcast`."""
+
+    stage: str
+    queued: int
+    capacity: int
+    waiting_for: str
+    """Name of the wait this stage is in, or "" while it works."""
+    waiting_s: float
+
+
+class StagesSeen(Event, frozen=True, kw_only=True):
+    """Snapshot of all stages, about twice a second."""
+
+    stages: tuple[StageStatus, ...]
+
+
+class PeerStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One row of the peers table."""
+
+    peer_id: str
+    name: str
+    connected: bool
+    accepted: int
+    rejected: dict[str, int]
+    """Counts by reason."""
+    trust: float
+    """0 to 1."""
+    policy_version: int
+    """Newest version this peer announced, -1 before the first announcement."""
+    lag_windows: float
+    """Mean age, in windows, of its accepted groups at arrival."""
+    last_seen_at: int
+    same_tokenizer: bool
+
+
+class PeersSeen(Event, frozen=True, kw_only=True):
+    """Snapshot of the peers table."""
+
+    peers: tuple[PeerStatus, ...]
+
+
+class CheckOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """Verdict of one check on one group."""
+
+    check: str
+    verdict: str
+    """accept | reject | suspect"""
+    reason: str
+    cost_s: float
+
+
+class GroupJudged(Event, frozen=True, kw_only=True):
+    """A group was admitted or refused: own groups after scoring, peers' after verification."""
+
+    author: str
+    own: bool
+    accepted: bool
+    reason: str
+    """Reason of the refusal, "" when accepted."""
+    group: str
+    """Short digest of the body."""
+    environment: str
+    window: int
+    slot: int
+    policy_version: int
+    question: str
+    completions: tuple[str, ...]
+    rewards: tuple[float, ...]
+    """As scored here; the author's claim where it was refused before scoring."""
+    checks: tuple[CheckOutcome, ...]
+
+
+class SourceShare(msgspec.Struct, frozen=True, kw_only=True):
+    """What one source (own, or one peer) contributed to a step."""
+
+    source: str
+    """"own" or a peer id."""
+    groups: int
+    tokens: int
+    weight: float
+    """lambda of the loss sum times the author's trust."""
+    loss: float
+    kept: float
+    """Share of tokens that carry gradient."""
+    ess: float
+    """Effective sample size of the importance weights, as a share of the tokens."""
+    advantage_abs: float
+    gap: float
+    """Mean |log ratio| per token against the behaviour policy, nats."""
+
+
+class StepDone(Event, frozen=True, kw_only=True):
+    """One optimiser step. `policy_version` is the version it made."""
+
+    policy_version: int
+    loss: float
+    reward: float
+    """Mean reward of the own groups generated for this step, zero-variance ones included."""
+    reward_external: float
+    entropy: float
+    """Mean entropy of the sampling distribution on own tokens, nats."""
+    kl_start: float
+    """k3 estimate of KL(current || start) on own tokens, nats per token."""
+    length_mean: float
+    finished_share: float
+    zero_variance_share: float
+    grad_norm: float
+    learning_rate: float
+    skipped: bool
+    """True when the NaN guard left parameters and optimiser untouched."""
+    groups_local: int
+    groups_external: int
+    hacpo_groups: int
+    graft_groups: int
+    prompts_shared: int
+    """External groups of this step whose prompt this node answered too."""
+    staleness: float
+    """Mean lag in versions: own groups against the own version, external ones against their lineage's newest."""
+    age_windows: float
+    """Mean age of the external groups, windows."""
+    sources: tuple[SourceShare, ...]
+    pool: int
+    """Groups in the replay pool after the draw."""
+    generate_s: float
+    train_s: float
+    wait_s: float
+
+
+class Evaluated(Event, frozen=True, kw_only=True):
+    """Held-out evaluation: exact match and end token, in [0, 1]."""
+
+    policy_version: int
+    moment: str
+    """before | during | after"""
+    prompts: int
+    sampled: float
+    """Mean over tasks at T = 1."""
+    greedy: float
+    sampled_tasks: dict[str, float]
+    greedy_tasks: dict[str, float]
+    evaluate_s: float
+
+
+class Health(Event, frozen=True, kw_only=True):
+    """Process health, about once a second. Differs between runs."""
+
+    loop_lag_p99_s: float
+    rss_bytes: int
+    transport_restarts: int
+    sandbox_restarts: int
+    refused: dict[str, int]
+    """Refusals below verification (rate, size, signature ...) by reason."""
+    announced: int
+    bodies_fetched: int
+
+
+class Notice(Event, frozen=True, kw_only=True):
+    """Something this operator should know or can fix."""
+
+    level: str
+    """info | warning | error"""
+    text: str
+
+
+class NodeStopped(Event, frozen=True, kw_only=True):
+    """Last event of a run."""
+
+    reason: str
+    steps: int
+    wall_s: float
+
+
+AnyEvent = (
+    NodeStarted | StagesSeen | PeersSeen | GroupJudged | StepDone | Evaluated | Health | Notice | NodeStopped
+)
+
+_decoder = msgspec.json.Decoder(AnyEvent)
+_encoder = msgspec.json.Encoder()
+
+
+def encode_event(event: Event) -> bytes:
+    """One JSON line, newline included."""
+    return _encoder.encode(event) + b"\n"
+
+
+def decode_event(line: bytes) -> Any:
+    """The event of one line. Raises msgspec.ValidationError or msgspec.DecodeError."""
+    return _decoder.decode(line)
+
+
+class EventBus:
+    """Hands each event to every sink, in order of subscription. A sink must not block."""
+
+    def __init__(self) -> None:
+        self._sinks: list[Callable[[Event], None]] = []
+
+    def subscribe(self, sink: Callable[[Event], None]) -> None:
+        """Add a sink for all later events."""
+        self._sinks.append(sink)
+
+    def emit(self, event: Event) -> None:
+        """Hand `event` to every sink."""
+        for sink in self._sinks:
+            sink(event)

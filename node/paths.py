@@ -1,0 +1,107 @@
+"""Where everything of a node lives on disk: one owner for every path.
+
+`SWARM_HOME` (else the platform's data directory) holds what outlives a run; a run directory holds one run:
+
+    <home>/identity.key  charter.toml  state/          key (0600), the charter, sequence numbers, replay cache
+    <home>/run/<name>.sock                             event stream of the running node (0600 in a 0700 folder)
+    <home>/runs/<run>/   config.json metrics.jsonl     resolved config, every event as a JSON line
+                         logs/node.log checkpoints/v<version>/
+
+Files are written to a temporary name, synced and renamed (`node.state.write_atomically`).
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import platformdirs
+
+from protocol.errors import ConfigError
+
+__all__ = ["Home", "RunDir", "bundled", "default_home"]
+
+MAX_SOCKET_PATH_BYTES = 100  # the kernel's limit is 108 with the final NUL
+
+
+def default_home() -> Path:
+    """`$SWARM_HOME`, else the platform's user data directory."""
+    value = os.environ.get("SWARM_HOME")
+    return Path(value).expanduser() if value else Path(platformdirs.user_data_dir("murmuration"))
+
+
+def bundled(relative: str) -> Path:
+    """A file or folder of `configs/`, in the source tree or inside the installed package."""
+    root = Path(__file__).resolve().parents[1]
+    for base in (root / "configs", root / "swarm_cli" / "configs"):
+        if (base / relative).exists():
+            return base / relative
+    raise ConfigError(f"{relative!r} is not part of this installation (looked in {root}/configs); reinstall it")
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """One run's folder."""
+
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        return self.root / "config.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def log(self) -> Path:
+        return self.root / "logs" / "node.log"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    def create(self) -> RunDir:
+        """Make the folders; returns self."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """A node's home folder."""
+
+    root: Path
+
+    @property
+    def key(self) -> Path:
+        return self.root / "identity.key"
+
+    @property
+    def charter(self) -> Path:
+        return self.root / "charter.bin"
+
+    @property
+    def state(self) -> Path:
+        return self.root / "state"
+
+    @property
+    def sockets(self) -> Path:
+        return self.root / "run"
+
+    def socket(self, name: str) -> Path:
+        """Path of the node's event socket. Raises ConfigError when the kernel could not bind it."""
+        path = self.sockets / f"{name}.sock"
+        if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
+            raise ConfigError(f"socket path {path} is too long for a Unix socket; choose a shorter SWARM_HOME")
+        return path
+
+    def run(self, run: str) -> RunDir:
+        return RunDir(self.root / "runs" / run)
+
+    def create(self) -> Home:
+        """Make the folders, closed to others; returns self."""
+        for folder in (self.root, self.state, self.sockets):
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return self

@@ -1,0 +1,51 @@
+"""Numbers that every peer must share. Tunable numbers live in `node/config.py`, not here.
+
+No environment override. Each line says what changing it breaks; all of them change together with
+`PROTOCOL_VERSION`, which is part of every topic name and every handshake.
+"""
+
+from __future__ import annotations
+
+PROTOCOL_VERSION = 1
+"""Changing breaks: every topic name and handshake; nodes of two versions do not talk."""
+
+DOMAIN = b"murmuration"
+"""First field under every signature. Changing breaks: all signatures."""
+
+MAX_DEPTH = 16
+"""Nesting of any message. Changing breaks: a deeper message is refused by older nodes."""
+
+MAX_ITEMS = 32_768
+"""Values, keys included, in one message: bounds the cost of reading it. Changing breaks: messages with more values
+(a charter of 10,000 members is the largest) are refused by older nodes."""
+
+MAX_ENVELOPE_BYTES = 64 * 1024
+"""Cap of one gossip message. Changing breaks: larger announcements are dropped by others."""
+
+MAX_DHT_RECORD_BYTES = 16 * 1024
+"""Cap of one DHT value. Changing breaks: larger records are refused by storing nodes."""
+
+MAX_FRAME_BYTES = 4 * 1024 * 1024
+"""Cap of one frame on a direct stream. Changing breaks: larger frames close the stream."""
+
+MAX_BLOB_BYTES = 16 * 1024 * 1024
+"""Cap of one content-addressed blob (a group body). Changing breaks: larger bodies are not fetched."""
+
+MAX_CLOCK_SKEW_MS = 60_000
+"""How far `created_at` may lie in the future. Changing breaks: agreement on what is fresh."""
+
+MAX_TTL_MS = 60 * 60 * 1000
+"""Longest life of an envelope. Changing breaks: longer-lived envelopes are refused by others."""
+
+MAX_GROUP_ROLLOUTS = 64
+"""Rollouts of one group. Changing breaks: larger groups are refused."""
+
+MAX_ROLLOUT_TOKENS = 32_768
+"""Tokens of one completion. Changing breaks: longer rollouts are refused."""
+
+MAX_TEXT_CHARS = 256 * 1024
+"""Characters of one prompt or completion. Changing breaks: longer texts are refused."""
+
+HELD_OUT_BYTE = 26
+"""Questions whose SHA-256 begins with a byte below this are for evaluation only (10 %).
+Changing breaks: the split between training and held-out prompts."""
