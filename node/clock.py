@@ -14,7 +14,10 @@ import time
 from collections.abc import Coroutine
 from typing import Any, Protocol, TypeVar
 
-__all__ = ["Clock", "SystemClock", "VirtualClock", "run_virtual"]
+__all__ = ["VIRTUAL_EPOCH_MS", "Clock", "SystemClock", "VirtualClock", "run_virtual"]
+
+VIRTUAL_EPOCH_MS = 1_800_000_000_000
+"""Where virtual time begins."""
 
 T = TypeVar("T")
 
@@ -44,7 +47,7 @@ class SystemClock:
 class VirtualClock:
     """Time of the running virtual event loop, counted from a fixed epoch."""
 
-    def __init__(self, epoch_ms: int = 1_700_000_000_000) -> None:
+    def __init__(self, epoch_ms: int = VIRTUAL_EPOCH_MS) -> None:
         self._epoch_ms = epoch_ms
 
     def now_ms(self) -> int:

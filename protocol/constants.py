@@ -16,8 +16,8 @@ MAX_DEPTH = 16
 """Nesting of any message. Changing breaks: a deeper message is refused by older nodes."""
 
 MAX_ITEMS = 32_768
-"""Values, keys included, in one message: bounds the cost of reading it. Changing breaks: messages with more values
-(a charter of 10,000 members is the largest) are refused by older nodes."""
+"""Values, keys included, in one message: bounds the cost of reading it. Changing breaks: messages with more
+values (a charter of 10,000 members is the largest) are refused by older nodes."""
 
 MAX_ENVELOPE_BYTES = 64 * 1024
 """Cap of one gossip message. Changing breaks: larger announcements are dropped by others."""

@@ -12,8 +12,8 @@ SwarmError
 │   │   └── DeadlineError         a wait ran past its deadline
 │   └── LocalProtocolError        we were about to send what the protocol forbids (our bug)
 └── RemoteProtocolError           a peer sent what the protocol forbids; counted, never fatal
-    ├── DecodeError               the bytes are not canonical msgpack of the expected type
-    ├── LimitError                a size, count, rate or depth is above its cap
+    ├── DecodeError               the bytes are not canonical msgpack of the expected type, or nest too deep
+    ├── LimitError                a size, count or rate is above its cap
     ├── SignatureError            signature, sender, domain, topic or swarm do not fit
     ├── FreshnessError            created or expires outside the accepted range
     ├── ReplayError               the same (sender, sequence) was seen before
@@ -126,7 +126,7 @@ class DecodeError(RemoteProtocolError):
 
 
 class LimitError(RemoteProtocolError):
-    """A size, count, rate or depth is above its cap."""
+    """A size, count or rate is above its cap."""
 
     reason = "limit"
 

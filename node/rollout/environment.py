@@ -1,0 +1,416 @@
+"""Tasks: where prompts come from and how completions are scored.
+
+For: deriving the same prompt on every machine from `(seed, index)`, and turning a completion into a reward
+that any peer can recompute. Every reasoning-gym task is reachable as `reasoning_gym/<task>`; others are
+packages that register a loader under the entry-point group `murmuration.environments`.
+
+Not for: choosing which prompts a node answers (`protocol.prompts`), isolating the scorer (where
+`evaluates_answers`, scoring may run the answer as code: strangers' texts are scored in the sandbox only), or
+templates and tokens (the policy's own). Imports neither torch nor transformers; reasoning-gym at first use.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import copy
+import difflib
+import functools
+import hashlib
+import inspect
+import random
+import re
+import sys
+import textwrap
+import threading
+import types
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib import metadata
+from typing import Any, Protocol
+
+import msgspec
+
+from protocol.errors import ConfigError
+from protocol.messages import EnvironmentSpec
+
+__all__ = [
+    "DEMO_ENVIRONMENTS",
+    "ENTRY_POINT_GROUP",
+    "Completion",
+    "Environment",
+    "Prompt",
+    "ReasoningGymEnvironment",
+    "Score",
+    "open_environment",
+]
+
+ENTRY_POINT_GROUP = "murmuration.environments"
+"""Packages register `loader(config) -> Environment` here, under the environment's name."""
+
+_PREFIX = "reasoning_gym/"
+_MAX_SEED = 2**63 - 1
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """environment -> engine. Derived from `(environment, seed, index)`; `entry` stays on this machine."""
+
+    environment: str
+    text: str
+    seed: int
+    index: int
+    entry: dict[str, Any]
+
+
+class Completion(msgspec.Struct, frozen=True):
+    """engine -> environment. `finished`: ended by the policy itself, not cut at the token limit."""
+
+    text: str
+    finished: bool
+
+
+class Score(msgspec.Struct, frozen=True):
+    """environment -> verify, train. Only `reward` is learnt from; `components` are for people to read."""
+
+    reward: float
+    components: tuple[tuple[str, float], ...]
+
+
+class Environment(Protocol):
+    """What the rest of the node asks of a task. Same arguments, same result, on every machine."""
+
+    @property
+    def name(self) -> str:
+        """The id under which the charter lists it, e.g. `reasoning_gym/spell_backward`."""
+        ...
+
+    @property
+    def evaluates_answers(self) -> bool:
+        """Scoring may execute the answer's text as code. When in doubt, True."""
+        ...
+
+    def prompt(self, seed: int, index: int) -> Prompt:
+        """The prompt of this seed and index, both in [0, 2**63)."""
+        ...
+
+    def score(self, prompt: Prompt, completion: Completion) -> Score:
+        """Reward of one completion. Any text is a valid input, and a scorer's own failure on it is a zero."""
+        ...
+
+
+DEMO_ENVIRONMENTS: tuple[EnvironmentSpec, ...] = (
+    EnvironmentSpec("reasoning_gym/spell_backward", '{"max_word_len":5,"min_word_len":3}'),
+    EnvironmentSpec(
+        "reasoning_gym/number_sorting",
+        '{"max_decimals":0,"max_numbers":3,"max_value":9.0,"min_decimals":0,"min_numbers":3,"min_value":0.0}',
+    ),
+    EnvironmentSpec("reasoning_gym/chain_sum", '{"max_digits":1,"max_terms":2,"min_digits":1,"min_terms":2}'),
+)
+"""The tasks of `swarm demo`, within reach of 0.3 M parameters. No constant answer scores above 0.1 on any."""
+
+
+def open_environment(name: str, config: Mapping[str, object]) -> Environment:
+    """Open `reasoning_gym/<task>`, or a registered environment by its entry point's name."""
+    if name.startswith(_PREFIX):
+        return ReasoningGymEnvironment(name.removeprefix(_PREFIX), config)
+    own = {entry.name: entry for entry in metadata.entry_points(group=ENTRY_POINT_GROUP)}
+    if name in own:
+        environment: Environment = own[name].load()(config)
+        return environment
+    known = [_PREFIX + task for task in _reasoning_gym_tasks()]
+    raise ConfigError(f"unknown environment {name!r}; {_nearest(name, [*own, *known])}")
+
+
+class ReasoningGymEnvironment:
+    """One reasoning-gym task, question verbatim, reward 1 for an exact and finished answer, else 0.
+
+    Partial credit is a component, never a reward: `spell_backward` pays 0.6 for three right letters of five,
+    and policies settle there. `reproducible` is False where the question depends on Python's hash order, so
+    that two machines derive different prompts (six tasks, found by running each under two hash seeds).
+    """
+
+    def __init__(self, task: str, config: Mapping[str, object]) -> None:
+        tasks = _reasoning_gym_tasks()
+        if task not in tasks:
+            raise ConfigError(f"unknown reasoning-gym task {task!r}; {_nearest(task, list(tasks))}")
+        self.name = _PREFIX + task
+        self.evaluates_answers = _evaluates_answers(task)
+        self.reproducible = task not in _HASH_ORDER_TASKS
+        self._task = task
+        self._config = _checked_config(task, config)
+        self._seed_mask = 2 ** _SEED_BITS.get(task, 63) - 1
+        self._dataset = self._create(0)
+        self._reseedable = self._is_reseedable()
+
+    def prompt(self, seed: int, index: int) -> Prompt:
+        """See `Environment.prompt`. reasoning-gym adds seed and index; here both are hashed into one seed."""
+        if not (0 <= seed <= _MAX_SEED and 0 <= index <= _MAX_SEED):
+            raise ValueError(f"seed {seed} and index {index} must lie in [0, 2**63)")
+        entry = self._entry(_item_seed(seed, index) & self._seed_mask)
+        return Prompt(environment=self.name, text=entry["question"], seed=seed, index=index, entry=entry)
+
+    def score(self, prompt: Prompt, completion: Completion) -> Score:
+        """See `Environment.score`. Surrounding white space does not count."""
+        text = completion.text.strip()
+        try:
+            raw = float(self._dataset.score_answer(text, prompt.entry))
+        except Exception:  # a foreign scorer on a stranger's text: the answer is wrong
+            raw = 0.0
+        exact = raw == 1.0 and not _claims_non_finite(text, prompt.entry["answer"])
+        components = (("score", raw), ("exact", float(exact)), ("finished", float(completion.finished)))
+        return Score(reward=float(exact and completion.finished), components=components)
+
+    def _create(self, item_seed: int) -> Any:
+        from reasoning_gym.factory import create_dataset
+
+        try:
+            with _guarded_global_random(item_seed):
+                return create_dataset(self._task, seed=item_seed, size=1, **self._config)
+        except (AssertionError, ValueError, TypeError, KeyError) as error:
+            raise ConfigError(f"{self.name} refuses the config {self._config}: {error}") from error
+
+    def _entry(self, item_seed: int) -> dict[str, Any]:
+        dataset = self._reseeded(item_seed) if self._reseedable else self._create(item_seed)
+        with _guarded_global_random(item_seed):
+            entry: dict[str, Any] = dataset[0]
+        return entry
+
+    def _reseeded(self, item_seed: int) -> Any:
+        """As if created with this seed. Creating a dataset re-reads its word list (spell_backward: 54 ms)."""
+        dataset = copy.copy(self._dataset)
+        dataset.config = copy.copy(dataset.config)
+        dataset.seed = dataset.config.seed = item_seed
+        return dataset
+
+    def _is_reseedable(self) -> bool:
+        """Sound when nothing but the seed differs between two fresh datasets, before use and after."""
+        probe_seed = _item_seed(0, 0) & self._seed_mask
+        fresh = self._create(probe_seed)
+        if not hasattr(fresh.config, "seed") or _state(fresh) != _state(self._dataset):
+            return False
+        with _guarded_global_random(probe_seed):
+            entry = fresh[0]
+        with _guarded_global_random(probe_seed):
+            again = self._reseeded(probe_seed)[0]
+        same_text = (entry["question"], str(entry["answer"])) == (again["question"], str(again["answer"]))
+        return same_text and _state(self._create(probe_seed)) == _state(self._dataset)
+
+
+_SEED_BITS = {"pool_matrix": 32}
+"""Tasks that seed numpy's global generator, which takes 32 bits."""
+
+_HASH_ORDER_TASKS = frozenset(
+    {
+        "composite",
+        "isomorphic_strings",
+        "knight_swap",
+        "polynomial_multiplication",
+        "ransom_note",
+        "word_ladder",
+    }
+)
+"""Another question under another PYTHONHASHSEED (reasoning-gym 0.1.25); composite may contain them."""
+
+_KNOWN_EVALUATORS = frozenset(
+    {
+        # Executed an answer that imports os and touches a file, when tried:
+        "countdown",
+        "intermediate_integration",
+        "polynomial_multiplication",
+        "puzzle24",
+        # Call eval or parse_expr on the answer, read in the source:
+        "binary_matrix",
+        "n_queens",
+        "simple_integration",
+        "spiral_matrix",
+        "string_insertion",
+        # Scores with whatever it is composed of:
+        "composite",
+    }
+)
+
+_SAFE_PACKAGES = frozenset({"numpy"})
+"""Third-party packages a scorer may touch; sympy is not one, since even `subs` evaluates a string."""
+
+_UNSAFE_STDLIB = frozenset(
+    {"code", "codeop", "ctypes", "importlib", "marshal", "os", "pickle", "runpy", "shelve", "subprocess"}
+)
+
+_EVALUATORS = frozenset({"__import__", "compile", "eval", "exec", "getattr", "open", "setattr"})
+
+_NON_FINITE = re.compile(r"\b(?:nan|inf|infinity)\b", re.IGNORECASE)
+
+_random_lock = threading.Lock()
+
+
+@contextmanager
+def _guarded_global_random(seed: int) -> Iterator[None]:
+    """Seeds the global generators of `random` and numpy for one task, and puts back what was there.
+
+    list_functions and pool_matrix draw from them; without this, opening a task would change the caller's run.
+    """
+    import numpy as np
+
+    with _random_lock:
+        states = random.getstate(), np.random.get_state()
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+
+
+def _item_seed(seed: int, index: int) -> int:
+    digest = hashlib.sha256(b"murmuration/item" + seed.to_bytes(8, "big") + index.to_bytes(8, "big")).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def _claims_non_finite(text: str, reference: object) -> bool:
+    """`[NaN, NaN, NaN]` scores 1.0 on every number_sorting question: each comparison with NaN is False."""
+    return bool(_NON_FINITE.search(text)) and not _NON_FINITE.search(str(reference))
+
+
+def _state(dataset: Any) -> dict[str, Any]:
+    """What a dataset holds besides its seed. Values without `==` (generators, graphs) never compare equal."""
+    state = {key: value for key, value in vars(dataset).items() if key not in {"config", "seed"}}
+    state["config"] = {key: value for key, value in vars(dataset.config).items() if key != "seed"}
+    return state
+
+
+@functools.cache
+def _reasoning_gym_tasks() -> dict[str, tuple[type, type]]:
+    try:
+        import reasoning_gym  # noqa: F401  (importing it fills the registry)
+        from reasoning_gym.factory import DATASETS
+    except ImportError as error:
+        raise ConfigError(
+            f"reasoning-gym cannot be imported ({error}); install it with `pip install reasoning-gym` "
+            "(its dependency pycosat needs gcc and the Python headers)"
+        ) from error
+    return dict(DATASETS)
+
+
+def _checked_config(task: str, config: Mapping[str, object]) -> dict[str, Any]:
+    fields = set(inspect.signature(_reasoning_gym_tasks()[task][1]).parameters) - {"seed", "size"}
+    for key in config:
+        if key in {"seed", "size"}:
+            raise ConfigError(f"{_PREFIX}{task}: {key!r} is set by the prompt derivation, not by config")
+        if key not in fields:
+            raise ConfigError(f"{_PREFIX}{task} has no setting {key!r}; {_nearest(key, sorted(fields))}")
+    checked = dict(config)
+    if task == "composite":
+        from reasoning_gym.composite import DatasetSpec
+
+        parts: Any = checked.get("datasets") or ()
+        checked["datasets"] = [DatasetSpec(**part) if isinstance(part, Mapping) else part for part in parts]
+    return checked
+
+
+def _nearest(name: str, valid: list[str]) -> str:
+    close = difflib.get_close_matches(name, valid, n=1, cutoff=0.0)
+    return f"the nearest valid name is {close[0]!r}" if close else "there are none"
+
+
+@functools.cache
+def _evaluates_answers(task: str) -> bool:
+    """Whether scoring may run the answer: known to, or code that we cannot prove harmless is reachable."""
+    if task in _KNOWN_EVALUATORS:
+        return True
+    dataset_class = _reasoning_gym_tasks()[task][0]
+    return _ScorerScan(dataset_class).reaches_evaluator()
+
+
+class _ScorerScan:
+    """Walks the source of all that `score_answer` can reach; what it cannot resolve counts as an evaluator.
+
+    It finds all of `_KNOWN_EVALUATORS` unaided. An `eval` of `entry[...]` reads our own oracle text, not the
+    answer (number_sorting), and is let pass.
+    """
+
+    def __init__(self, dataset_class: type) -> None:
+        self._class = dataset_class
+        self._seen: set[object] = set()
+
+    def reaches_evaluator(self) -> bool:
+        return self._member_is_unsafe(self._class, "score_answer")
+
+    def _member_is_unsafe(self, owner: type, name: str) -> bool:
+        return any(self._function_is_unsafe(method) for method in self._methods(owner, name))
+
+    @staticmethod
+    def _methods(owner: type, name: str) -> Iterator[Callable[..., Any]]:
+        for base in owner.__mro__:
+            found = base.__dict__.get(name)
+            found = getattr(found, "__func__", found)  # static and class methods
+            found = getattr(found, "fget", found)  # properties
+            if isinstance(found, types.FunctionType):
+                yield found
+
+    def _function_is_unsafe(self, function: Any) -> bool:
+        if function in self._seen:
+            return False
+        self._seen.add(function)
+        if function.__code__.co_filename == "<string>":  # written by dataclass: assigns fields
+            return False
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        except (OSError, TypeError, SyntaxError):
+            return True
+        nodes = list(ast.walk(tree))
+        own_text = {id(node.func) for node in nodes if isinstance(node, ast.Call) and _reads_entry(node)}
+        return any(self._node_is_unsafe(node, function) for node in nodes if id(node) not in own_text)
+
+    def _node_is_unsafe(self, node: ast.AST, function: Any) -> bool:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names]
+            return any(_package_is_unsafe(name) for name in names)
+        if isinstance(node, ast.Attribute):
+            if isinstance(node.value, ast.Name) and node.value.id in {"self", "cls"}:
+                return self._member_is_unsafe(self._class, node.attr)
+            # A method of some local value: a foreign scorer is a way out, the rest are str, list and dict.
+            return node.attr == "score_answer" and not _is_super(node.value)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            if node.id in function.__globals__:
+                return self._object_is_unsafe(function.__globals__[node.id])
+            return node.id in _EVALUATORS and hasattr(builtins, node.id)
+        return False
+
+    def _object_is_unsafe(self, value: Any) -> bool:
+        if isinstance(value, types.ModuleType):
+            return _package_is_unsafe(value.__name__) or any(
+                self._function_is_unsafe(member)
+                for member in vars(value).values()
+                if value.__name__.startswith("reasoning_gym") and isinstance(member, types.FunctionType)
+            )
+        package = getattr(value, "__module__", None) or "builtins"
+        if not package.startswith("reasoning_gym"):
+            return (isinstance(value, type) or callable(value)) and _package_is_unsafe(package)
+        if isinstance(value, types.FunctionType):
+            return self._function_is_unsafe(value)
+        if isinstance(value, type):
+            return any(self._member_is_unsafe(value, name) for base in value.__mro__ for name in vars(base))
+        return False
+
+
+def _package_is_unsafe(module: str) -> bool:
+    top = module.partition(".")[0]
+    if top in sys.stdlib_module_names:
+        return top in _UNSAFE_STDLIB
+    return top not in _SAFE_PACKAGES | {"", "reasoning_gym"}
+
+
+def _reads_entry(call: ast.Call) -> bool:
+    """`eval(entry["answer"])`: every argument is a constant key of our own entry."""
+    return bool(call.args) and all(
+        isinstance(arg, ast.Subscript)
+        and isinstance(arg.value, ast.Name)
+        and arg.value.id == "entry"
+        and isinstance(arg.slice, ast.Constant)
+        for arg in call.args
+    )
+
+
+def _is_super(node: ast.expr) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "super"

@@ -1,0 +1,265 @@
+"""A policy folder on this machine: tokenizer, facts and digests, and fresh copies of its weights.
+
+For: opening a Hugging Face folder (config.json, model.safetensors, tokenizer.json, a chat template) from a
+local path, offline, without ever running code that came with it; the text <-> token rules that rollouts,
+verification and training share. Not for: sampling (`engine`), training (`node.train`) or fetching a model.
+Everything a folder can do wrong ends as a `ModelError` of one sentence. The tokenizer is used through its
+Rust core, which many threads may call at once; completions never produce special tokens from text, so a
+stranger's text cannot smuggle in an end token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from protocol.errors import ModelError
+
+if TYPE_CHECKING:
+    import torch
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+__all__ = ["Policy"]
+
+_WEIGHTS = "model.safetensors"
+_WEIGHTS_INDEX = "model.safetensors.index.json"
+_REQUIRED = ("config.json", "tokenizer.json")
+
+
+@dataclass(frozen=True, eq=False)
+class Policy:
+    """What everybody needs to know about a policy, without its weights. Made by `Policy.open`."""
+
+    path: Path
+    base_model: str
+    """SHA-256 over the weight files in name order, then config.json; hex."""
+    tokenizer_digest: str
+    """SHA-256 of tokenizer.json; hex."""
+    model_type: str
+    vocab_size: int
+    """Rows of the output layer: token ids lie in [0, vocab_size)."""
+    eos_token_id: int
+    pad_token_id: int
+    params: int
+    max_positions: int
+    _tokenizer: PreTrainedTokenizerBase = field(repr=False)
+    _template_encoder: Tokenizer = field(repr=False)
+    _text_encoder: Tokenizer = field(repr=False)
+
+    @classmethod
+    def open(cls, path: str | Path) -> Policy:
+        """Check the folder, load its tokenizer, read its facts. Raises ModelError."""
+        folder = Path(path).expanduser()
+        weights = _weight_files(folder)
+        _refuse_code(folder)
+        config = _read_config(folder)
+        tokenizer = _load_tokenizer(folder)
+        vocab_size = config.get("vocab_size")
+        if not isinstance(vocab_size, int) or vocab_size < 2:
+            raise ModelError(
+                f"{folder}/config.json has vocab_size {vocab_size!r}; it must be an integer above 1."
+            )
+        template_encoder = tokenizer.backend_tokenizer
+        largest = max(template_encoder.get_vocab().values(), default=0)
+        if largest >= vocab_size:
+            raise ModelError(
+                f"{folder}: token id {largest} of the tokenizer is outside the model's {vocab_size} rows."
+            )
+        eos = (
+            tokenizer.eos_token_id
+            if tokenizer.eos_token_id is not None
+            else _first(config.get("eos_token_id"))
+        )
+        if eos is None:
+            raise ModelError(f"{folder} names no end token; set eos_token in tokenizer_config.json.")
+        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos
+        return cls(
+            path=folder,
+            base_model=_digest([*weights, folder / "config.json"]),
+            tokenizer_digest=_digest([folder / "tokenizer.json"]),
+            model_type=str(config.get("model_type")),
+            vocab_size=vocab_size,
+            eos_token_id=eos,
+            pad_token_id=pad,
+            params=_count_params(weights),
+            max_positions=int(config.get("max_position_embeddings") or 2**31 - 1),
+            _tokenizer=tokenizer,
+            _template_encoder=template_encoder,
+            _text_encoder=_without_specials(template_encoder),
+        )
+
+    def encode_prompt(self, question: str) -> list[int]:
+        """Token ids of the chat template around `question`, up to where the answer begins."""
+        text = self._tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False
+        )
+        return list(self._template_encoder.encode(text, add_special_tokens=False).ids)
+
+    def encode_completion(self, text: str, finished: bool) -> list[int]:
+        """Token ids of a completion, with the end token exactly if the author's generation `finished`."""
+        ids = list(self._text_encoder.encode(text, add_special_tokens=False).ids)
+        return [*ids, self.eos_token_id] if finished else ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of a completion, special tokens removed."""
+        return str(self._template_encoder.decode(list(token_ids), skip_special_tokens=True))
+
+    def load_model(self, device: str | torch.device = "cpu", dtype: str = "float32") -> PreTrainedModel:
+        """A fresh copy of the weights in evaluation mode, as engine and trainer must not share tensors."""
+        import torch
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging as transformers_logging
+
+        kind = getattr(torch, dtype, None)
+        if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
+            raise ModelError(f"dtype {dtype!r} is unknown; use float32, bfloat16 or float16.")
+        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        try:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                self.path,
+                dtype=kind,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
+        except (
+            Exception
+        ) as error:  # whatever a malformed folder makes transformers raise is one fault of ours
+            raise ModelError(f"{self.path} cannot be loaded: {_one_line(error)}") from error
+        model, report = loaded
+        lost = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
+        if lost:
+            raise ModelError(
+                f"{self.path}: the weights lack or misshape {len(lost)} tensors, the first is {lost[0]}."
+            )
+        chosen: PreTrainedModel = model.to(device).eval()
+        return chosen
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        raise ModelError(
+            f"No policy folder at {folder}; give the path of a folder with config.json and weights."
+        )
+    missing = [name for name in _REQUIRED if not (folder / name).is_file()]
+    if missing:
+        raise ModelError(
+            f"{folder} lacks {missing[0]}; a policy folder is a complete Hugging Face model folder."
+        )
+    if (folder / _WEIGHTS).is_file():
+        return [folder / _WEIGHTS]
+    if (folder / _WEIGHTS_INDEX).is_file():
+        index = _read_json(folder / _WEIGHTS_INDEX)
+        table = index.get("weight_map") if isinstance(index, dict) else None
+        names = sorted({str(name) for name in table.values()}) if isinstance(table, dict) else []
+        for name in names:
+            if Path(name).name != name or not (folder / name).is_file():
+                raise ModelError(
+                    f"{folder}/{_WEIGHTS_INDEX} names {name!r}, which is no file of that folder."
+                )
+        if names:
+            return [folder / name for name in names]
+    raise ModelError(f"{folder} lacks {_WEIGHTS}; only weights in the safetensors format are loaded.")
+
+
+def _refuse_code(folder: Path) -> None:
+    code = next(folder.rglob("*.py"), None)
+    if code is not None:
+        raise ModelError(
+            f"{folder} contains the program {code.relative_to(folder)}; models that bring code are refused."
+        )
+    for file in sorted(folder.glob("*config*.json")):
+        if _has_key(_read_json(file), "auto_map"):
+            raise ModelError(f"{file} has an auto_map entry; models that bring code are refused.")
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    config = _read_json(folder / "config.json")
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise ModelError(f"{folder}/config.json has no model_type; it is not a Hugging Face model config.")
+    return config
+
+
+def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # as in load_model
+        raise ModelError(f"The tokenizer of {folder} cannot be loaded: {_one_line(error)}") from error
+    if not tokenizer.is_fast:
+        raise ModelError(f"The tokenizer of {folder} has no Rust core; convert it to a tokenizer.json.")
+    if not tokenizer.chat_template:
+        raise ModelError(f"{folder} has no chat template; add chat_template.jinja, it frames every question.")
+    return tokenizer
+
+
+def _without_specials(encoder: Tokenizer) -> Tokenizer:
+    from tokenizers import Tokenizer
+
+    clone = Tokenizer.from_str(encoder.to_str())
+    clone.encode_special_tokens = True
+    return clone
+
+
+def _count_params(weights: Sequence[Path]) -> int:
+    from safetensors import SafetensorError, safe_open
+
+    total = 0
+    for file in weights:
+        try:
+            with safe_open(file, framework="numpy") as tensors:
+                for key in tensors.keys():  # noqa: SIM118 - not a mapping
+                    count = 1
+                    for size in tensors.get_slice(key).get_shape():
+                        count *= size
+                    total += count
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{file} is not a readable safetensors file: {_one_line(error)}") from error
+    return total
+
+
+def _digest(files: Sequence[Path]) -> str:
+    state = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as stream:
+            while chunk := stream.read(1 << 20):
+                state.update(chunk)
+    return state.hexdigest()
+
+
+def _read_json(file: Path) -> Any:
+    try:
+        return json.loads(file.read_bytes())
+    except (ValueError, RecursionError, OSError) as error:
+        raise ModelError(f"{file} is not readable JSON: {_one_line(error)}") from error
+
+
+def _has_key(value: Any, key: str) -> bool:
+    pending = [value]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, dict):
+            if key in item:
+                return True
+            pending.extend(item.values())
+        elif isinstance(item, list):
+            pending.extend(item)
+    return False
+
+
+def _first(value: Any) -> int | None:
+    if isinstance(value, list):
+        value = value[0] if value else None
+    return value if isinstance(value, int) else None
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 200 else text[:199] + "…"

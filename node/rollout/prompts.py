@@ -1,0 +1,93 @@
+"""Which prompt comes next: the slots of this peer in the current window, and the items behind universe indexes.
+
+`Universe` turns an index of the charter's universe into an item of an environment (any peer can, that is the
+point of D4), and lists the held-out prompts. `PromptFeed` walks through this peer's own slots, window by window.
+Derivation itself is in `protocol/prompts.py`; this file only binds it to environments.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from node.clock import Clock
+from node.rollout.environment import Environment, Prompt
+from protocol.messages import Charter, Digest, PeerId, PromptRef
+from protocol.prompts import environment_of, held_out_question, slots, training_question, window_of
+
+__all__ = ["AssignedPrompt", "PromptFeed", "Universe"]
+
+CACHED_ITEMS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class AssignedPrompt:
+    """A slot of ours and the item it stands for."""
+
+    ref: PromptRef
+    prompt: Prompt
+
+
+class Universe:
+    """The items of a swarm: universe index -> prompt, and the held-out prompts."""
+
+    def __init__(self, swarm_id: Digest, charter: Charter, environments: Mapping[str, Environment]) -> None:
+        self._swarm_id = swarm_id
+        self._charter = charter
+        self._environments = environments
+        self._items: OrderedDict[int, Prompt] = OrderedDict()
+
+    def item(self, index: int) -> Prompt:
+        """The training prompt behind a universe index; never a held-out one."""
+        prompt = self._items.get(index)
+        if prompt is None:
+            environment = self._environments[environment_of(self._charter, index).name]
+            question = training_question(self._swarm_id, index, lambda seed: environment.prompt(seed, 0).text)
+            prompt = self._items[index] = environment.prompt(question.seed, 0)
+            while len(self._items) > CACHED_ITEMS:
+                self._items.popitem(last=False)
+        return prompt
+
+    def held_out(self, per_task: int) -> dict[str, list[Prompt]]:
+        """`per_task` evaluation prompts of every environment, the same on every node of the swarm."""
+        count = len(self._environments)
+        return {
+            name: [
+                self._held_out_item(environment, number * count + position) for number in range(per_task)
+            ]
+            for position, (name, environment) in enumerate(self._environments.items())
+        }
+
+    def _held_out_item(self, environment: Environment, number: int) -> Prompt:
+        question = held_out_question(self._swarm_id, number, lambda seed: environment.prompt(seed, 0).text)
+        return environment.prompt(question.seed, 0)
+
+
+class PromptFeed:
+    """This peer's slots in order. When those of a window are used up, waits for the next window."""
+
+    def __init__(self, universe: Universe, charter: Charter, swarm_id: Digest, peer_id: PeerId, clock: Clock) -> None:
+        self._universe = universe
+        self._charter = charter
+        self._swarm_id = swarm_id
+        self._peer_id = peer_id
+        self._clock = clock
+        self._window = -1
+        self._slot = 0
+
+    async def next(self) -> AssignedPrompt:
+        """The next slot; at most one window away."""
+        while True:
+            window = window_of(self._charter, self._clock.now_ms())
+            if window > self._window:
+                self._window, self._slot = window, 0
+            if self._slot < self._charter.slots_per_window:
+                break
+            next_window_ms = (self._window + 1) * self._charter.window_ms
+            await asyncio.sleep(max(1, next_window_ms - self._clock.now_ms()) / 1000)
+        index = slots(self._swarm_id, self._charter, window, self._peer_id)[self._slot]
+        ref = PromptRef(window=window, slot=self._slot, index=index)
+        self._slot += 1
+        return AssignedPrompt(ref=ref, prompt=self._universe.item(index))

@@ -1,0 +1,36 @@
+"""Scoring of this node's own completions: in process where the text is only compared, else in the sandbox.
+
+A scorer that evaluates the answer is dangerous whoever wrote the answer (a policy trained on strangers' texts writes
+what they wrote), so those environments go to the sandbox. For the others a fork per group would cost more than the
+generation of a tiny policy. Peers' completions never come here: `node/verify/reward.py` always uses the sandbox.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from node.rollout.environment import Completion, Environment, Prompt
+from node.sandbox.scorer import ScoredGroup, ScoreFailure, Scorer
+
+__all__ = ["OwnScorer"]
+
+
+class OwnScorer:
+    """Rewards of own completions. Blocking and thread-safe."""
+
+    def __init__(self, environments: Mapping[str, Environment], sandbox: Scorer) -> None:
+        self._environments = environments
+        self._sandbox = sandbox
+
+    def rewards(self, prompt: Prompt, completions: Sequence[Completion]) -> tuple[float, ...] | ScoreFailure:
+        """One reward per completion, or why there are none."""
+        environment = self._environments[prompt.environment]
+        if not environment.evaluates_answers:
+            return tuple(environment.score(prompt, completion).reward for completion in completions)
+        result = self._sandbox.score(prompt.environment, prompt.seed, prompt.index, completions)
+        return tuple(score.reward for score in result.scores) if isinstance(result, ScoredGroup) else result
+
+    def reward(self, prompt: Prompt, completion: Completion) -> float:
+        """The reward of one completion; 0.0 where it could not be scored (held-out evaluation)."""
+        result = self.rewards(prompt, [completion])
+        return 0.0 if isinstance(result, ScoreFailure) else result[0]

@@ -1,0 +1,28 @@
+"""Scoring strangers' answers where nothing can happen to the node.
+
+Several scorers of procedural tasks evaluate the answer text, so scoring a stranger's answer is running a
+stranger's code. `Scorer` (in `scorer.py`) is what the node uses: it starts one long-lived worker process,
+which imports the environments once, locks itself in (`isolation.py`) and forks a fresh child for each request
+(`worker.py`).
+
+Nothing here decides what a score is worth; it only computes it, or says with a typed reason why it could not.
+"""
+
+from __future__ import annotations
+
+from node.sandbox.records import Layer, SandboxLimits
+from node.sandbox.scorer import FailureReason, ScoredGroup, ScoreFailure, Scorer
+from node.sandbox.strength import SandboxReport, SandboxStrength, describe, probe
+
+__all__ = [
+    "FailureReason",
+    "Layer",
+    "SandboxLimits",
+    "SandboxReport",
+    "SandboxStrength",
+    "ScoreFailure",
+    "ScoredGroup",
+    "Scorer",
+    "describe",
+    "probe",
+]

@@ -1,0 +1,149 @@
+"""The node's end of the scoring worker: one process, two pipes, and a deadline on every read and write.
+
+Says nothing about scores. Any trouble (worker gone, deadline, oversized or malformed frame) is a
+`ChannelError`, after which the channel is closed and only a new one helps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from node.sandbox.records import FRAME_HEADER_BYTES, frame
+
+__all__ = ["ChannelError", "WorkerChannel"]
+
+_Record = TypeVar("_Record", bound=msgspec.Struct)
+
+_BOOT = (
+    "import json, os, sys; "
+    "sys.path[:] = [os.path.realpath(entry) for entry in json.loads(sys.argv[1])]; "
+    "from node.sandbox.worker import main; main()"
+)
+# Everything the worker's environment holds. One hash order and one thread: the same score on every machine.
+_ENVIRONMENT = {"PYTHONHASHSEED": "0", "TZ": "UTC", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+_CLOSE_S = 2.0
+_COMPLAINT_BYTES = 4000
+
+
+class ChannelError(Exception):
+    """The worker did not answer as it must."""
+
+
+class WorkerChannel:
+    """A worker process and the pipes to it. Not thread-safe."""
+
+    def __init__(self) -> None:
+        root = str(Path(__file__).resolve().parents[2])
+        paths = [entry for entry in sys.path if os.path.isabs(entry)]
+        if root not in paths:  # in front, since other distributions also install a package called `node`
+            paths.insert(0, root)
+        self._process = subprocess.Popen(
+            [sys.executable, "-s", "-P", "-B", "-X", "utf8", "-c", _BOOT, json.dumps(paths)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            close_fds=True,
+            cwd="/",
+            env=_ENVIRONMENT,
+            start_new_session=True,  # Ctrl-C at the terminal is for the node, which closes us
+        )
+        self._buffer = bytearray()
+        stdin, stdout, stderr = self._process.stdin, self._process.stdout, self._process.stderr
+        if stdin is None or stdout is None or stderr is None:
+            raise ChannelError("the scoring worker was started without its pipes")
+        self._stdin, self._stdout, self._stderr = stdin, stdout, stderr
+        for pipe in (self._stdin, self._stdout, self._stderr):
+            os.set_blocking(pipe.fileno(), False)
+
+    @property
+    def pid(self) -> int:
+        """Process id of the worker's supervisor; all its processes end with it."""
+        return self._process.pid
+
+    def send(self, record: msgspec.Struct, timeout_s: float) -> None:
+        """Write one frame."""
+        data, end_s = memoryview(frame(record)), time.monotonic() + timeout_s
+        while data:
+            self._await(self._stdin.fileno(), select.POLLOUT, end_s)
+            try:
+                data = data[os.write(self._stdin.fileno(), data) :]
+            except BlockingIOError:
+                continue
+            except BrokenPipeError as error:
+                raise ChannelError("the scoring worker has closed its pipe") from error
+
+    def receive(self, kind: type[_Record], max_bytes: int, timeout_s: float) -> _Record:
+        """Read one frame of at most `max_bytes` and decode it strictly."""
+        end_s = time.monotonic() + timeout_s
+        self._fill(FRAME_HEADER_BYTES, end_s)
+        size = int.from_bytes(self._buffer[:FRAME_HEADER_BYTES], "big")
+        if size > max_bytes:
+            raise ChannelError(f"the scoring worker announced {size} bytes, more than {max_bytes}")
+        self._fill(FRAME_HEADER_BYTES + size, end_s)
+        body = bytes(self._buffer[FRAME_HEADER_BYTES : FRAME_HEADER_BYTES + size])
+        del self._buffer[: FRAME_HEADER_BYTES + size]
+        if self._buffer:
+            raise ChannelError(f"the scoring worker sent {len(self._buffer)} bytes that nobody asked for")
+        try:
+            return msgspec.msgpack.decode(body, type=kind)
+        except msgspec.MsgspecError as error:
+            raise ChannelError(f"the scoring worker sent a malformed {kind.__name__}: {error}") from error
+
+    def _fill(self, size: int, end_s: float) -> None:
+        while len(self._buffer) < size:
+            self._await(self._stdout.fileno(), select.POLLIN, end_s)
+            try:
+                block = os.read(self._stdout.fileno(), 65536)
+            except BlockingIOError:
+                continue
+            if not block:
+                raise ChannelError(f"the scoring worker has ended{self._complaint()}")
+            self._buffer += block
+
+    @staticmethod
+    def _await(descriptor: int, event: int, end_s: float) -> None:
+        poll = select.poll()
+        poll.register(descriptor, event)
+        left_s = end_s - time.monotonic()
+        if left_s <= 0 or not poll.poll(left_s * 1000.0):
+            raise ChannelError("the scoring worker did not answer in time")
+
+    def _complaint(self) -> str:
+        """The end of what the worker wrote to its standard error before it locked itself in."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_CLOSE_S)
+        try:
+            written = os.read(self._stderr.fileno(), 65536)[-_COMPLAINT_BYTES:]
+        except BlockingIOError:
+            return ""
+        lines = written.decode(errors="replace").strip().splitlines()
+        return f": {lines[-1]}" if lines else ""
+
+    def kill(self) -> None:
+        """End the worker at once; whoever waits in `send` or `receive` gets a `ChannelError`. Thread-safe."""
+        self._process.kill()
+
+    def close(self) -> None:
+        """End the worker and all its processes; returns when they are gone.
+
+        On hang-up the worker ends by itself and each process is reaped; killing is for a stuck one.
+        """
+        self._stdin.close()
+        try:
+            self._process.wait(_CLOSE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._stdout.close()
+        self._stderr.close()

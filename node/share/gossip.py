@@ -1,0 +1,338 @@
+"""Announcements that reach everybody: gossip as a hint, reconciliation as the repair.
+
+    announce --> seal --> store + publish
+
+    gossip ----+--> size, membership, envelope, schema, replay --> store --> heard() --> share.collect
+    neighbours-+                                                    |
+               <---- what a neighbour lacks, on its request --------+
+
+GossipSub keeps 110 of 2,000 messages for a stalled reader and nothing for a late joiner. So every node holds the
+unexpired envelopes, and on connecting and every 10 s sends a neighbour the short digests of what it holds; the
+neighbour answers with what is missing. An envelope counts once, however many peers relay it. Not for bodies
+(`share/collect.py`) and not for what an announcement claims (`node/verify`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import random
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+from node.clock import Clock
+from node.share.held import SHORT_DIGEST_BYTES, AnnouncementStore, Heard, HeldAnnouncement, short_digest
+from node.transport.base import Gossiped, Stream, Transport
+from node.transport.limits import KeyedTokenBuckets, Refusals
+from protocol.charter import is_member, swarm_id
+from protocol.codec import decode, digest, encode
+from protocol.constants import MAX_ENVELOPE_BYTES
+from protocol.envelope import open_envelope, seal
+from protocol.errors import (
+    DecodeError,
+    FreshnessError,
+    LimitError,
+    RemoteProtocolError,
+    SignatureError,
+    TransportError,
+)
+from protocol.identity import Identity
+from protocol.messages import Announcement, Charter, Digest, PeerId, ReconcileReply, ReconcileRequest
+from protocol.replay import ReplayCache
+from protocol.topics import RECONCILE_PROTOCOL, announcement_topic
+
+__all__ = ["Gossip", "GossipLimits", "Heard"]
+
+logger = logging.getLogger(__name__)
+
+_MAX_REQUEST_BYTES = SHORT_DIGEST_BYTES * 65_536 + 1024
+_MAX_REPLY_BYTES = 64
+_MAX_BAD_ENVELOPES = 16
+"""Refused envelopes in one reconciliation after which the neighbour is left until the next round."""
+_MAX_USELESS_ENVELOPES = 1024
+"""The same for envelopes that we had told it we hold; some arrive by gossip meanwhile."""
+_YIELD_EVERY = 16
+"""Envelopes (0.2 ms each) between two chances for other tasks: buffered reads do not suspend by themselves."""
+
+
+@dataclass(frozen=True, slots=True)
+class GossipLimits:
+    """What announcements may cost this node. `max_count + refused_count` must fit a `ReconcileRequest`."""
+
+    max_count: int = 32_768
+    max_bytes: int = 32 * 1024 * 1024
+    author_count: int = 4096
+    author_bytes: int = 4 * 1024 * 1024
+    refused_count: int = 8192
+    """Digests of refused envelopes that are remembered, so that neighbours do not send them again."""
+    reconcile_interval_s: float = 10.0
+    reconcile_neighbours: int = 8
+    """Neighbours asked in one interval, drawn at random; new connections are asked at once besides."""
+    peer_poll_s: float = 1.0
+    session_timeout_s: float = 60.0
+    """Deadline of one reconciliation; what is still missing then comes in the next round."""
+    batch_count: int = 512
+    batch_bytes: int = 1024 * 1024
+    served_bytes_per_s: float = 512 * 1024
+    served_burst_bytes: float = 48 * 1024 * 1024
+    """Per neighbour, for what it asks of us; each request costs its own size and `request_bytes` besides."""
+    request_bytes: int = 64 * 1024
+
+    def __post_init__(self) -> None:
+        if self.max_count + self.refused_count > 65_536:
+            raise ValueError(f"{self.max_count} held and {self.refused_count} refused digests exceed 65536")
+
+
+class Gossip:
+    """One node's view of the announcement topic of one swarm. `run()` works until it is cancelled."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        identity: Identity,
+        charter: Charter,
+        clock: Clock,
+        next_sequence: Callable[[], int],
+        *,
+        replay: ReplayCache | None = None,
+        limits: GossipLimits | None = None,
+        rng: random.Random | None = None,
+    ) -> None:
+        self.listening = asyncio.Event()
+        """Set while a subscription stands."""
+        self._transport = transport
+        self._identity = identity
+        self._clock = clock
+        self._next_sequence = next_sequence
+        self._replay = ReplayCache() if replay is None else replay  # an empty one is false
+        self._limits = limits or GossipLimits()
+        self._rng = rng or random.Random()
+        self._swarm_id = swarm_id(charter)
+        self._topic = announcement_topic(self._swarm_id)
+        # A closed swarm has up to 10,000 members in a tuple; a flood must not pay for the search each time.
+        self._is_member = functools.lru_cache(maxsize=4096)(functools.partial(is_member, charter))
+        self._store = AnnouncementStore(
+            max_count=self._limits.max_count,
+            max_bytes=self._limits.max_bytes,
+            author_count=self._limits.author_count,
+            author_bytes=self._limits.author_bytes,
+        )
+        self._refused: OrderedDict[bytes, None] = OrderedDict()
+        self._refusals = Refusals()
+        self._served = KeyedTokenBuckets(
+            self._limits.served_bytes_per_s,
+            self._limits.served_burst_bytes,
+            newcomers_per_s=10.0,
+            newcomer_burst=256,
+        )
+        self._arrived = asyncio.Event()
+
+    async def run(self) -> None:
+        """Listen, answer and ask. Ends only by cancellation or when the transport is closed."""
+        self._transport.serve(RECONCILE_PROTOCOL, self._answer)
+        async with asyncio.TaskGroup() as group:
+            asking = group.create_task(self._ask_neighbours())
+            await self._listen()
+            asking.cancel()
+
+    async def announce(self, announcement: Announcement, ttl_ms: int) -> Digest:
+        """Sign and spread an announcement of ours; returns its envelope's digest.
+
+        A network that is down is no error here: the envelope is held, and neighbours get it by reconciliation.
+        """
+        now_ms = self._clock.now_ms()
+        data = seal(
+            self._identity,
+            swarm_id=self._swarm_id,
+            topic=self._topic,
+            sequence=self._next_sequence(),
+            payload=encode(announcement),
+            now_ms=now_ms,
+            ttl_ms=ttl_ms,
+        )
+        heard = Heard(self._identity.peer_id, announcement, now_ms, digest(data))
+        self._store.add(HeldAnnouncement(heard, data, now_ms + ttl_ms), unread=False)
+        try:
+            await self._transport.publish(self._topic, data)
+        except TransportError as error:
+            logger.debug("announcement %s waits for reconciliation: %s", heard.envelope, error)
+        return heard.envelope
+
+    async def heard(self) -> AsyncIterator[Heard]:
+        """Announcements of other peers, each once, in order of arrival; for one reader.
+
+        A slow reader loses nothing that is still held and unexpired.
+        """
+        while True:
+            heard = self._store.next_unread(self._clock.now_ms())
+            if heard is not None:
+                yield heard
+                continue
+            self._arrived.clear()
+            await self._arrived.wait()
+
+    def counters(self) -> dict[tuple[PeerId, str], int]:
+        """Refusals by (peer that brought it, reason)."""
+        return self._refusals.counters()
+
+    @property
+    def held_count(self) -> int:
+        """Unexpired announcements held, own ones included."""
+        return len(self._store)
+
+    @property
+    def dropped_unread(self) -> int:
+        """Announcements displaced by a bound before `heard()` gave them."""
+        return self._store.dropped_unread
+
+    # --- gossip in ---
+
+    async def _listen(self) -> None:
+        while True:
+            try:
+                async with self._transport.subscribe(self._topic) as messages:
+                    self.listening.set()
+                    count = 0
+                    async for message in messages:
+                        self._take_gossip(message)
+                        count += 1
+                        if count % _YIELD_EVERY == 0:
+                            await asyncio.sleep(0)
+                    return
+            except TransportError as error:
+                logger.debug("cannot listen yet: %s", error)
+            finally:
+                self.listening.clear()
+            await asyncio.sleep(self._limits.peer_poll_s)
+
+    def _take_gossip(self, message: Gossiped) -> None:
+        if not self._is_member(message.sender):
+            self._refusals.add(message.sender, "stranger")
+            return
+        try:
+            self._take(message.data)
+        except RemoteProtocolError as error:
+            self._refusals.add(message.sender, error.reason)
+
+    def _take(self, data: bytes) -> bool:
+        """Hold an envelope that is new and valid. Returns whether it was new, raises when it is invalid."""
+        envelope_digest = digest(data)
+        short = short_digest(envelope_digest)
+        if short in self._store or short in self._refused:
+            return False
+        now_ms = self._clock.now_ms()
+        try:
+            envelope = open_envelope(data, swarm_id=self._swarm_id, topic=self._topic, now_ms=now_ms)
+            if not self._is_member(envelope.sender):
+                raise SignatureError(f"{envelope.sender} is no member of this swarm", reason="stranger")
+            announcement = decode(envelope.payload, Announcement, max_bytes=MAX_ENVELOPE_BYTES)
+            self._replay.admit(
+                envelope.sender, envelope.sequence, envelope.created_at, envelope.expires_at, now_ms
+            )
+        except FreshnessError:
+            raise  # and not remembered: an envelope from a clock ahead of ours is welcome later
+        except RemoteProtocolError:
+            self._refused[short] = None
+            if len(self._refused) > self._limits.refused_count:
+                self._refused.popitem(last=False)
+            raise
+        heard = Heard(envelope.sender, announcement, now_ms, envelope_digest)
+        foreign = envelope.sender != self._identity.peer_id
+        self._store.add(HeldAnnouncement(heard, data, envelope.expires_at), unread=foreign)
+        self._arrived.set()
+        return True
+
+    # --- reconciliation ---
+
+    async def _answer(self, stream: Stream) -> None:
+        """neighbour -> us: send what it lacks, batch by batch, until it closes the stream."""
+        if not self._is_member(stream.peer_id):
+            raise SignatureError(f"{stream.peer_id} is no member of this swarm", reason="stranger")
+        while True:
+            frame = await stream.receive(_MAX_REQUEST_BYTES)
+            request = decode(frame, ReconcileRequest, max_bytes=_MAX_REQUEST_BYTES)
+            if request.topic != self._topic:
+                raise SignatureError("the neighbour reconciles another topic", reason="topic")
+            if len(request.held) % SHORT_DIGEST_BYTES:
+                raise DecodeError(f"{len(request.held)} bytes are no row of {SHORT_DIGEST_BYTES}-byte digests")
+            envelopes = self._lacking(stream.peer_id, request.held)
+            await stream.send(encode(ReconcileReply(len(envelopes))))
+            for envelope in envelopes:
+                await stream.send(envelope)
+
+    def _lacking(self, peer_id: PeerId, held: bytes) -> list[bytes]:
+        now_s = self._clock.monotonic_s()
+        if not self._served.take(peer_id, now_s, len(held) + self._limits.request_bytes):
+            raise LimitError(f"{peer_id} reconciles more often than it may", reason="reconcile_rate")
+        elsewhere = {held[at : at + SHORT_DIGEST_BYTES] for at in range(0, len(held), SHORT_DIGEST_BYTES)}
+        envelopes = self._store.missing(
+            elsewhere,
+            max_count=self._limits.batch_count,
+            max_bytes=self._limits.batch_bytes,
+            now_ms=self._clock.now_ms(),
+        )
+        if not self._served.take(peer_id, now_s, sum(map(len, envelopes))):
+            raise LimitError(f"{peer_id} was sent more than it may ask for", reason="reconcile_rate")
+        return envelopes
+
+    async def _ask_neighbours(self) -> None:
+        """New neighbours at once, a random few of all every interval; each in its own task, one at a time."""
+        sessions: dict[PeerId, asyncio.Task[None]] = {}
+        connected: dict[PeerId, None] = {}
+        next_round_s = self._clock.monotonic_s() + self._limits.reconcile_interval_s
+        async with asyncio.TaskGroup() as group:
+            while True:
+                before = connected
+                try:
+                    connected = {peer.peer_id: None for peer in await self._transport.peers()}
+                except TransportError:
+                    connected = {}
+                due = [peer_id for peer_id in connected if peer_id not in before]
+                if self._clock.monotonic_s() >= next_round_s:
+                    next_round_s = self._clock.monotonic_s() + self._limits.reconcile_interval_s
+                    self._store.expire(self._clock.now_ms())
+                    count = min(self._limits.reconcile_neighbours, len(connected))
+                    due += [peer for peer in self._rng.sample(list(connected), count) if peer not in due]
+                for peer_id in due:
+                    if self._is_member(peer_id) and (peer_id not in sessions or sessions[peer_id].done()):
+                        sessions[peer_id] = group.create_task(self._ask(peer_id))
+                sessions = {peer_id: task for peer_id, task in sessions.items() if not task.done()}
+                await asyncio.sleep(self._limits.peer_poll_s)
+
+    async def _ask(self, peer_id: PeerId) -> None:
+        """us -> neighbour: fetch what we lack. Its faults are counted, its absence is not."""
+        try:
+            async with asyncio.timeout(self._limits.session_timeout_s):
+                stream = await self._transport.open_stream(peer_id, RECONCILE_PROTOCOL)
+                try:
+                    while await self._fetch_batch(stream):
+                        pass
+                finally:
+                    await stream.close()
+        except TimeoutError:
+            self._refusals.add(peer_id, "deadline")
+        except RemoteProtocolError as error:
+            self._refusals.add(peer_id, error.reason)
+        except TransportError as error:
+            logger.debug("reconciliation with %s ended: %s", peer_id, error)
+
+    async def _fetch_batch(self, stream: Stream) -> bool:
+        """One request and its reply; returns whether to ask again."""
+        held = b"".join([*self._store.short_digests(), *self._refused])
+        await stream.send(encode(ReconcileRequest(self._topic, held)))
+        reply = decode(await stream.receive(_MAX_REPLY_BYTES), ReconcileReply, max_bytes=_MAX_REPLY_BYTES)
+        new = refused = 0
+        for number in range(reply.count):
+            data = await stream.receive(MAX_ENVELOPE_BYTES)
+            try:
+                new += self._take(data)
+            except RemoteProtocolError as error:
+                self._refusals.add(stream.peer_id, error.reason)
+                refused += 1
+            if refused > _MAX_BAD_ENVELOPES or number + 1 - new > _MAX_USELESS_ENVELOPES:
+                return False
+            if number % _YIELD_EVERY == 0:
+                await asyncio.sleep(0)
+        return new > 0

@@ -1,0 +1,102 @@
+"""What this node has seen of each peer: the numbers behind the peers table and the demo's `by_peer`.
+
+Counts only; what they mean for trust is `node/weight/trust.py`. Bounded: the `max_peers` peers seen last.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from node.events import PeerStatus, inert
+from protocol.messages import Announcement, PeerId, PeerRecord
+
+__all__ = ["PeerBook"]
+
+
+@dataclass(slots=True)
+class _Seen:
+    accepted: int = 0
+    rejected: Counter[str] = field(default_factory=Counter)
+    age_sum: float = 0.0
+    policy_version: int = -1
+    tokenizer: str = ""
+    last_seen_at: int = 0
+
+
+class PeerBook:
+    """Counters by peer."""
+
+    def __init__(self, tokenizer: str, max_peers: int = 1024) -> None:
+        self._tokenizer = tokenizer
+        self._max_peers = max_peers
+        self._peers: OrderedDict[PeerId, _Seen] = OrderedDict()
+
+    def announced(self, peer_id: PeerId, announcement: Announcement, at: int) -> None:
+        """A valid announcement arrived."""
+        seen = self._of(peer_id)
+        seen.policy_version = max(seen.policy_version, announcement.policy_version)
+        seen.tokenizer = announcement.lineage.tokenizer
+        seen.last_seen_at = at
+
+    def accepted(self, peer_id: PeerId, age_windows: float) -> None:
+        """A group was accepted at this age."""
+        seen = self._of(peer_id)
+        seen.accepted += 1
+        seen.age_sum += age_windows
+
+    def rejected(self, peer_id: PeerId, reason: str) -> None:
+        """A group or an announcement was refused."""
+        self._of(peer_id).rejected[reason] += 1
+
+    def newest_version(self, peer_id: PeerId) -> int:
+        """Newest version this peer announced, -1 before the first."""
+        seen = self._peers.get(peer_id)
+        return seen.policy_version if seen else -1
+
+    def last_seen_at(self, peer_id: PeerId) -> int:
+        """Swarm time of its last announcement, ms; 0 before the first."""
+        seen = self._peers.get(peer_id)
+        return seen.last_seen_at if seen else 0
+
+    def active_since(self, at: int) -> bool:
+        """Whether any peer announced something at or after `at`."""
+        return any(seen.last_seen_at >= at for seen in self._peers.values())
+
+    def table(
+        self,
+        connected: frozenset[PeerId],
+        known: dict[PeerId, PeerRecord],
+        trust: Callable[[PeerId], float],
+    ) -> tuple[PeerStatus, ...]:
+        """Rows of the peers table, in a stable order."""
+        rows = []
+        for peer_id in sorted({*self._peers, *connected}):
+            seen = self._peers.get(peer_id) or _Seen()
+            record = known.get(peer_id)
+            rows.append(
+                PeerStatus(
+                    peer_id=peer_id,
+                    name=inert(record.name, 64) if record else "",
+                    connected=peer_id in connected,
+                    accepted=seen.accepted,
+                    rejected=dict(sorted(seen.rejected.items())),
+                    trust=trust(peer_id),
+                    policy_version=seen.policy_version,
+                    lag_windows=seen.age_sum / seen.accepted if seen.accepted else 0.0,
+                    last_seen_at=seen.last_seen_at,
+                    same_tokenizer=seen.tokenizer == self._tokenizer,
+                )
+            )
+        return tuple(rows)
+
+    def _of(self, peer_id: PeerId) -> _Seen:
+        seen = self._peers.get(peer_id)
+        if seen is None:
+            seen = self._peers[peer_id] = _Seen()
+            while len(self._peers) > self._max_peers:
+                self._peers.popitem(last=False)
+        else:
+            self._peers.move_to_end(peer_id)
+        return seen

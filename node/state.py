@@ -1,0 +1,229 @@
+"""Small durable state that must outlive `kill -9`: sequence numbers, and which envelopes were counted.
+
+- `write_atomically`: temporary file, fsync, rename, fsync of the folder. Readers see the old bytes or the
+new.
+- `SequenceStore`: numbers are reserved on disk by the block before the first of them is used, so a node that
+is killed jumps over the rest of its block and never repeats a number. A lost file is made up for by the
+clock.
+- `ReplayStore`: every admission is appended to a journal before it counts; now and then the journal is folded
+into a snapshot. A record cut short by a kill was not counted. State that is damaged is not trusted: the node
+then refuses all that was created before it noticed, rather than count something twice.
+
+One process owns a store at a time (the node holds the lock of its home). Not for bulk data such as
+checkpoints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import struct
+import zlib
+from pathlib import Path
+from typing import IO, Protocol
+
+from protocol.constants import MAX_CLOCK_SKEW_MS
+from protocol.errors import DecodeError, FreshnessError, ReplayError
+from protocol.identity import PEER_ID_CHARS
+from protocol.messages import PeerId
+from protocol.replay import ReplayCache
+
+__all__ = [
+    "MemorySequence",
+    "ReplayGuard",
+    "ReplayStore",
+    "SequenceSource",
+    "SequenceStore",
+    "remove_leftovers",
+    "write_atomically",
+]
+
+
+def write_atomically(path: Path, data: bytes, mode: int = 0o600) -> None:
+    """Replace `path` by `data` at once and durably. Raises OSError, and then `path` is as it was."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        with open(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fchmod(descriptor, mode)  # whatever the umask was
+            os.fsync(descriptor)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def remove_leftovers(folder: Path) -> int:
+    """Delete temporary files that a kill left in `folder`, and say how many. For its owning process only."""
+    leftovers = list(folder.glob(".*.tmp"))
+    for leftover in leftovers:
+        leftover.unlink(missing_ok=True)
+    return len(leftovers)
+
+
+# --- sequence numbers ---------------------------------------------------------------------------------------
+
+
+class SequenceSource(Protocol):
+    """Gives the sequence number of each envelope of this node."""
+
+    def next(self) -> int:
+        """A number above every earlier one."""
+        ...
+
+
+class MemorySequence:
+    """Counts from `start`: for simulations, where nothing outlives the process."""
+
+    def __init__(self, start: int = 0) -> None:
+        self._next = start
+
+    def next(self) -> int:
+        number = self._next
+        self._next += 1
+        return number
+
+
+class SequenceStore:
+    """Strictly increasing numbers across restarts, kills and a lost file.
+
+    The file holds the first number that is *not* reserved. Numbers start at the later of that and the clock
+    (1,024 numbers a millisecond), so even without the file they rise as long as the clock does.
+    """
+
+    BLOCK = 4096
+    NUMBERS_PER_MS = 1024
+
+    def __init__(self, path: Path, now_ms: int) -> None:
+        self._path = path
+        self._next = max(self._read(), now_ms * self.NUMBERS_PER_MS)
+        self._reserved_until = self._next
+
+    def next(self) -> int:
+        """A number above every earlier one. Once per block it waits for the disk; raises OSError when that
+        fails, and then no number was used."""
+        if self._next >= self._reserved_until:
+            reserve = self._next + self.BLOCK
+            write_atomically(self._path, f"{reserve}\n".encode("ascii"))
+            self._reserved_until = reserve
+        number = self._next
+        self._next += 1
+        return number
+
+    def _read(self) -> int:
+        """The stored number; 0 when there is none or it is damaged, the clock then decides."""
+        try:
+            with open(self._path, "rb") as file:
+                text = file.read(32)
+        except FileNotFoundError:
+            return 0
+        return int(text) if text.endswith(b"\n") and text[:-1].isdigit() and len(text) < 20 else 0
+
+
+# --- replays ------------------------------------------------------------------------------------------------
+
+
+class ReplayGuard(Protocol):
+    """What counts an envelope once: `ReplayCache` in memory, `ReplayStore` over restarts."""
+
+    def admit(self, sender: PeerId, sequence: int, created_at: int, expires_at: int, now_ms: int) -> None:
+        """Count, or raise `ReplayError` or `FreshnessError`."""
+        ...
+
+
+_JOURNAL_RECORD = struct.Struct(f">{PEER_ID_CHARS}sQQQQI")
+_CHECKED_BYTES = _JOURNAL_RECORD.size - 4
+
+
+class ReplayStore:
+    """A `ReplayCache` that survives restarts: `<folder>/replay.snapshot` and `<folder>/replay.journal`.
+
+    The journal is written, not fsynced, per envelope: written bytes outlive the process. After a power cut
+    the last seconds of it may be missing, which the snapshot's checksum and the records' cannot tell; what
+    was counted in those seconds could count again until it expires.
+    """
+
+    def __init__(self, folder: Path, cache: ReplayCache, now_ms: int, journal_records: int = 16_384) -> None:
+        self._snapshot_path = folder / "replay.snapshot"
+        self._journal_path = folder / "replay.journal"
+        self._cache = cache
+        self._journal_records = journal_records
+        self._written = 0
+        self.damaged = False
+        """Whether old state had to be distrusted at the start."""
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._restore(now_ms)
+        self._journal = self._fold()
+
+    def admit(self, sender: PeerId, sequence: int, created_at: int, expires_at: int, now_ms: int) -> None:
+        """As `ReplayCache.admit`, and what is admitted stays so after a restart. Raises OSError when the disk
+        refuses: the envelope then must not be used, and will be taken for a replay."""
+        self._cache.admit(sender, sequence, created_at, expires_at, now_ms)
+        record = _JOURNAL_RECORD.pack(sender.encode("ascii"), sequence, created_at, expires_at, now_ms, 0)
+        checked = record[:_CHECKED_BYTES]
+        written = self._journal.write(checked + zlib.crc32(checked).to_bytes(4, "big"))
+        if written != _JOURNAL_RECORD.size:
+            self._journal.truncate(self._written * _JOURNAL_RECORD.size)
+            raise OSError(
+                errno.ENOSPC, f"{self._journal_path} took {written} of {_JOURNAL_RECORD.size} bytes"
+            )
+        self._written += 1
+        if self._written >= self._journal_records:
+            self._journal.close()
+            self._journal = self._fold()
+
+    def close(self) -> None:
+        """Fold the journal and release it. Idempotent."""
+        if not self._journal.closed:
+            self._journal.close()
+            self._fold().close()
+
+    def _fold(self) -> IO[bytes]:
+        """Write the snapshot, then begin an empty journal. A kill in between only replays records that the
+        snapshot already holds."""
+        write_atomically(self._snapshot_path, self._cache.snapshot())
+        descriptor = os.open(
+            self._journal_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600
+        )
+        self._written = 0
+        return open(descriptor, "ab", buffering=0)
+
+    def _restore(self, now_ms: int) -> None:
+        try:
+            snapshot = self._snapshot_path.read_bytes()
+        except FileNotFoundError:
+            snapshot = b""
+        if snapshot:
+            try:
+                self._cache.restore(snapshot)
+            except DecodeError:
+                self._distrust(now_ms)
+        try:
+            journal = self._journal_path.read_bytes()
+        except FileNotFoundError:
+            return
+        whole = len(journal) - len(journal) % _JOURNAL_RECORD.size
+        for at in range(0, whole, _JOURNAL_RECORD.size):
+            checked = journal[at : at + _CHECKED_BYTES]
+            *_, crc = _JOURNAL_RECORD.unpack_from(journal, at)
+            if crc != zlib.crc32(checked):
+                self._distrust(now_ms)
+                return
+            name, sequence, created_at, expires_at, admitted_at, _ = _JOURNAL_RECORD.unpack_from(journal, at)
+            with contextlib.suppress(ReplayError, FreshnessError):  # already in the snapshot
+                self._cache.admit(name.decode("ascii"), sequence, created_at, expires_at, admitted_at)
+
+    def _distrust(self, now_ms: int) -> None:
+        """What was counted is unknown: refuse everything that can have been created before now."""
+        self.damaged = True
+        self._cache.refuse_up_to(now_ms + MAX_CLOCK_SKEW_MS)

@@ -1,0 +1,93 @@
+"""What keeps a node honest about itself: named waits, the stage strip, event-loop lag, and one way to run stages.
+
+Every wait of a stage goes through `StageGauge.waiting`, so `swarm status` can say what a stage waits for and since
+when. `run_stages` runs all loops; when one ends with an error the others are cancelled and the error is raised: an
+error inside is our bug and must not hide (peers' errors never get here, their boundary caught them).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from typing import Any
+
+from node.clock import Clock
+from node.events import StageStatus
+
+__all__ = ["LoopLag", "StageGauge", "run_stages"]
+
+
+class StageGauge:
+    """What one stage is doing: queue depth and the wait it is in."""
+
+    def __init__(self, stage: str, clock: Clock, capacity: int = 0, depth: Callable[[], int] | None = None) -> None:
+        self.stage = stage
+        self._clock = clock
+        self._capacity = capacity
+        self._depth = depth or (lambda: 0)
+        self._waiting_for = ""
+        self._since_s = 0.0
+
+    @contextlib.contextmanager
+    def waiting(self, name: str) -> Iterator[None]:
+        """Mark the stage as waiting for `name` for the time of the block."""
+        self._waiting_for, self._since_s = name, self._clock.monotonic_s()
+        try:
+            yield
+        finally:
+            self._waiting_for = ""
+
+    def status(self) -> StageStatus:
+        """Snapshot for the stage strip."""
+        waited_s = self._clock.monotonic_s() - self._since_s if self._waiting_for else 0.0
+        return StageStatus(
+            stage=self.stage,
+            queued=self._depth(),
+            capacity=self._capacity,
+            waiting_for=self._waiting_for,
+            waiting_s=round(waited_s, 3),
+        )
+
+
+class LoopLag:
+    """How late the event loop runs its timers: the 99th percentile over the last samples, in seconds."""
+
+    def __init__(self, period_s: float = 0.05, samples: int = 20_000) -> None:
+        self._period_s = period_s
+        self._lags_s: deque[float] = deque(maxlen=samples)
+
+    async def run(self) -> None:
+        """Sample until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due_s = loop.time() + self._period_s
+            await asyncio.sleep(self._period_s)
+            self._lags_s.append(max(0.0, loop.time() - due_s))
+
+    def p99_s(self) -> float:
+        """99th percentile so far, 0.0 without samples."""
+        if not self._lags_s:
+            return 0.0
+        ordered = sorted(self._lags_s)
+        return ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
+
+
+async def run_stages(stages: Mapping[str, Coroutine[Any, Any, None]], *, until: asyncio.Event) -> None:
+    """Run all `stages` until `until` is set or one of them raises; cancels and awaits them all before it returns.
+
+    A stage that returns has finished its work; the others go on.
+    """
+    tasks = {asyncio.create_task(work, name=name) for name, work in stages.items()}
+    stop = asyncio.create_task(until.wait(), name="stop")
+    try:
+        pending = tasks | {stop}
+        while stop in pending:
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+    finally:
+        for task in tasks | {stop}:
+            task.cancel()
+        await asyncio.gather(*tasks, stop, return_exceptions=True)

@@ -1,0 +1,162 @@
+"""From groups to one batch of padded tensors, with every weight already in a single factor per rollout.
+
+L = sum over sources of lambda_src L_src. Each source (this node, each peer) has its own denominator, its
+tokens or rollouts in this batch, so long foreign texts cannot drown the own gradient. lambda is 1 for the own
+source and `external_weight` x (groups of the peer / all external groups) for a peer. Trust scales numerators;
+lag and age have gated before. All of it is known before the first forward pass: `scale_B`. Not for: ratios
+and clips (`objectives`).
+
+Groups are checked first (`check_group`); a bad one raises TrainingDataError before any tensor exists.
+Letters: B rollouts, L prompt + completion (right-padded), T completion, S sources, N own rollouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from node.rollout.policy import Policy
+from node.train.groups import OWN_SOURCE, TrainingGroup, check_group, mean_logprob
+from node.train.objectives.aggregation import row_scale
+from node.train.settings import TrainSettings, Treatment
+
+__all__ = ["TrainingBatch", "collate"]
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingBatch:
+    """batch -> trainer. Rows are in the order of the groups."""
+
+    tokens_BL: Tensor
+    starts_B: Tensor
+    """Length of the prompt: the completion begins there."""
+    targets_BT: Tensor
+    """The completion again, aligned at column 0."""
+    mask_BT: Tensor
+    """True on tokens of the completion."""
+    behaviour_BT: Tensor
+    """log mu; 0 where unknown."""
+    behaviour_sum_B: Tensor
+    ingestion_BT: Tensor
+    """Stored log pi_old; NaN in rows on first use, where the trainer takes the current log pi."""
+    advantages_B: Tensor
+    temperature_B: Tensor
+    uses_B: Tensor
+    scale_B: Tensor
+    """lambda x trust / denominator: factor of each token loss of the row."""
+    treatments: tuple[Treatment, ...]
+    """Of each row."""
+    own_B: Tensor
+    """True in rows of the own source."""
+    source_B: Tensor
+    """Index into `sources`."""
+    sources: tuple[str, ...]
+    lambda_S: tuple[float, ...]
+    own_mean_logprobs_N: Tensor
+    groups: tuple[TrainingGroup, ...]
+
+
+def collate(
+    groups: Sequence[TrainingGroup],
+    settings: TrainSettings,
+    policy: Policy,
+    *,
+    own_mean_logprobs: Sequence[float] = (),
+) -> TrainingBatch:
+    """Check and pad. `own_mean_logprobs`: mean log-probabilities per token of further recent own rollouts,
+    which GRAFT compares with (own groups that all failed are usually not in the batch). Raises
+    TrainingDataError."""
+    if not groups:
+        raise ValueError("a batch needs at least one group")
+    for group in groups:
+        check_group(group, settings, policy)
+    sources = tuple(dict.fromkeys(group.source for group in groups))
+    lambda_S = _lambdas(groups, sources, settings.external_weight)
+    scales = _scales(groups, dict(zip(sources, lambda_S, strict=True)), settings)
+
+    rows = [(group, place) for group in groups for place in range(len(group.rollouts))]
+    count = len(rows)
+    width_T = max(len(group.rollouts[place].tokens_T) for group, place in rows)
+    width_L = max(len(group.prompt_ids) + len(group.rollouts[place].tokens_T) for group, place in rows)
+    tokens_BL = np.full((count, width_L), policy.pad_token_id, dtype=np.int64)
+    targets_BT = np.full((count, width_T), policy.pad_token_id, dtype=np.int64)
+    mask_BT = np.zeros((count, width_T), dtype=bool)
+    behaviour_BT = np.zeros((count, width_T), dtype=np.float32)
+    ingestion_BT = np.full((count, width_T), np.nan, dtype=np.float32)
+    for row, (group, place) in enumerate(rows):
+        rollout = group.rollouts[place]
+        start, length = len(group.prompt_ids), len(rollout.tokens_T)
+        tokens_BL[row, :start] = group.prompt_ids
+        tokens_BL[row, start : start + length] = rollout.tokens_T
+        targets_BT[row, :length] = rollout.tokens_T
+        mask_BT[row, :length] = True
+        if rollout.behaviour_T is not None:
+            behaviour_BT[row, :length] = rollout.behaviour_T
+        if rollout.ingestion_T is not None:
+            ingestion_BT[row, :length] = rollout.ingestion_T
+
+    own = [rollout for group in groups if group.source == OWN_SOURCE for rollout in group.rollouts]
+    usual = [*own_mean_logprobs, *(mean_logprob(rollout) for rollout in own)]
+    return TrainingBatch(
+        tokens_BL=torch.from_numpy(tokens_BL),
+        starts_B=torch.tensor([len(group.prompt_ids) for group, _ in rows]),
+        targets_BT=torch.from_numpy(targets_BT),
+        mask_BT=torch.from_numpy(mask_BT),
+        behaviour_BT=torch.from_numpy(behaviour_BT),
+        behaviour_sum_B=_floats([group.rollouts[place].behaviour_sum for group, place in rows]),
+        ingestion_BT=torch.from_numpy(ingestion_BT),
+        advantages_B=_floats([group.advantages[place] for group, place in rows]),
+        temperature_B=_floats([group.temperature for group, _ in rows]),
+        uses_B=_floats([float(group.uses) for group, _ in rows]),
+        scale_B=_floats(scales),
+        treatments=tuple(group.treatment for group, _ in rows),
+        own_B=torch.tensor([group.source == OWN_SOURCE for group, _ in rows]),
+        source_B=torch.tensor([sources.index(group.source) for group, _ in rows]),
+        sources=sources,
+        lambda_S=lambda_S,
+        own_mean_logprobs_N=_floats(usual),
+        groups=tuple(groups),
+    )
+
+
+def _lambdas(
+    groups: Sequence[TrainingGroup], sources: Sequence[str], external_weight: float
+) -> tuple[float, ...]:
+    external = sum(group.source != OWN_SOURCE for group in groups)
+    return tuple(
+        1.0
+        if source == OWN_SOURCE
+        else external_weight * sum(group.source == source for group in groups) / external
+        for source in sources
+    )
+
+
+def _scales(
+    groups: Sequence[TrainingGroup], lambdas: dict[str, float], settings: TrainSettings
+) -> list[float]:
+    source_tokens = dict.fromkeys(lambdas, 0)
+    source_rows = dict.fromkeys(lambdas, 0)
+    for group in groups:
+        source_rows[group.source] += len(group.rollouts)
+        source_tokens[group.source] += sum(len(rollout.tokens_T) for rollout in group.rollouts)
+    return [
+        lambdas[group.source]
+        * group.trust
+        * row_scale(
+            settings.objective(group.treatment).aggregation,
+            row_tokens=len(rollout.tokens_T),
+            source_tokens=source_tokens[group.source],
+            source_rows=source_rows[group.source],
+            norm_tokens=settings.length_norm_tokens,
+        )
+        for group in groups
+        for rollout in group.rollouts
+    ]
+
+
+def _floats(values: Sequence[float]) -> Tensor:
+    return torch.tensor(list(values), dtype=torch.float32)

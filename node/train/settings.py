@@ -1,0 +1,75 @@
+"""Everything tunable about training, as one frozen value. The config builds it; batch and trainer read it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Literal
+
+from node.train.objectives import Compat, DppoTv, Graft, Hacpo, Objective
+
+__all__ = ["TrainSettings", "Treatment", "TreatmentSettings"]
+
+
+class Treatment(StrEnum):
+    """How a group is trained on."""
+
+    OWN = "own"
+    """Token-level objective anchored at mu: own groups, and others' of the same tokenizer when forced."""
+    COMPAT = "compat"
+    """Another model's group whose prompt this node has not answered lately."""
+    HACPO = "hacpo"
+    """Another model's group on a shared prompt: capability-aware advantages over all rollouts on it."""
+    GRAFT = "graft"
+    """Another model's mixed group on a shared prompt where all own rollouts failed."""
+
+
+@dataclass(frozen=True)
+class TreatmentSettings:
+    """How the treatment of external groups is chosen."""
+
+    force: Treatment | None = None
+    """One treatment for all external groups, or None to choose by prompt and outcome."""
+    failure_reward: float = 0.0
+    """An own group has failed if no reward is above this."""
+    advantage: Literal["grpo", "rloo", "dr_grpo"] = "grpo"
+    """Advantage inside one group: own groups, and external ones that keep their author's statistics."""
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """Optimiser, batch and objectives."""
+
+    learning_rate: float = 3e-4
+    warmup_steps: int = 5
+    """Optimiser steps over which the learning rate rises linearly; 0 for none."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    adam_epsilon: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    micro_batch_tokens: int = 16_384
+    """Padded tokens per forward pass; does not change the gradient."""
+    external_weight: float = 1.0
+    """Weight of all external sources together against the own source (1): lambda of a peer is this times its
+    share of the external groups."""
+    max_completion_tokens: int = 256
+    """Longer completions, in this policy's tokens, are refused."""
+    length_norm_tokens: int = 16
+    """The constant length of the aggregation seq_mean_token_sum_norm."""
+    measure_start_kl: bool = True
+    """Keep a frozen copy of the first weights and report the divergence from it on own tokens."""
+    own: Objective = field(default_factory=DppoTv)
+    compat: Objective = field(default_factory=Compat)
+    hacpo: Objective = field(default_factory=Hacpo)
+    graft: Objective = field(default_factory=Graft)
+    treatment: TreatmentSettings = field(default_factory=TreatmentSettings)
+    device: str = "cpu"
+    dtype: str = "float32"
+
+    def objective(self, treatment: Treatment) -> Objective:
+        """The objective of rows with this treatment."""
+        if treatment is Treatment.OWN:
+            return self.own
+        if treatment is Treatment.COMPAT:
+            return self.compat
+        return self.hacpo if treatment is Treatment.HACPO else self.graft

@@ -1,0 +1,150 @@
+"""The control protocol of the libp2p daemon: one short-lived connection per request, long-lived ones for streams.
+
+hivemind's own client leaves sockets open when a request fails or is cancelled, and lacks GossipSub; this one
+closes whatever it opens. The daemon is our own child, so its answers are trusted but still bounded. Every failure
+is `OSError`, `EOFError` (an early end) or `ControlError`; deadlines are the caller's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+from google.protobuf.message import Message
+from hivemind.p2p import PeerID
+from hivemind.proto import p2pd_pb2
+from hivemind.utils.multiaddr import Multiaddr
+
+__all__ = ["Control", "ControlError", "DaemonPeer", "SocketPair", "read_message"]
+
+MAX_CONTROL_BYTES = 4 * 1024 * 1024
+_MAX_VARINT_BYTES = 5
+
+SocketPair = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+class ControlError(Exception):
+    """The daemon refused a request; its own words."""
+
+
+class DaemonPeer:
+    """A peer as the daemon lists it."""
+
+    __slots__ = ("addresses", "peer_id")
+
+    def __init__(self, info: p2pd_pb2.PeerInfo) -> None:
+        self.peer_id = PeerID(info.id).to_base58()
+        self.addresses = tuple(str(Multiaddr(address)) for address in info.addrs)
+
+
+class Control:
+    """Requests to the daemon that listens on the unix socket `path`."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    async def addresses(self) -> tuple[str, ...]:
+        """Multiaddrs the daemon believes it has, without the peer id."""
+        response = await self._request(_request("IDENTIFY"))
+        return tuple(str(Multiaddr(address)) for address in response.identify.addrs)
+
+    async def connect(self, peer_id: PeerID, addresses: Sequence[Multiaddr], timeout_s: float) -> None:
+        request = _request("CONNECT")
+        request.connect.peer = peer_id.to_bytes()
+        request.connect.addrs.extend(address.to_bytes() for address in addresses)
+        request.connect.timeout = max(1, round(timeout_s))
+        await self._request(request)
+
+    async def peers(self) -> tuple[DaemonPeer, ...]:
+        response = await self._request(_request("LIST_PEERS"))
+        return tuple(DaemonPeer(info) for info in response.peers)
+
+    async def publish(self, topic: str, data: bytes) -> None:
+        request = _request("PUBSUB")
+        request.pubsub.type = p2pd_pb2.PSRequest.PUBLISH
+        request.pubsub.topic = topic
+        request.pubsub.data = data
+        await self._request(request)
+
+    async def handle(self, protocol: str, listener_path: str) -> None:
+        """Pass incoming streams of `protocol` to the unix socket at `listener_path`."""
+        request = _request("STREAM_HANDLER")
+        request.streamHandler.addr = Multiaddr(f"/unix{listener_path}").to_bytes()
+        request.streamHandler.proto.append(protocol)
+        request.streamHandler.balanced = False
+        await self._request(request)
+
+    async def open_stream(self, peer_id: PeerID, protocol: str, timeout_s: float) -> SocketPair:
+        """The connection that carries the new stream; the caller closes it."""
+        request = _request("STREAM_OPEN")
+        request.streamOpen.peer = peer_id.to_bytes()
+        request.streamOpen.proto.append(protocol)
+        request.streamOpen.timeout = max(1, round(timeout_s))
+        return await self._open(request)
+
+    async def subscribe(self, topic: str) -> SocketPair:
+        """The connection that yields `PSMessage`s; closing it (or losing its writer) unsubscribes."""
+        request = _request("PUBSUB")
+        request.pubsub.type = p2pd_pb2.PSRequest.SUBSCRIBE
+        request.pubsub.topic = topic
+        return await self._open(request)
+
+    async def _request(self, request: p2pd_pb2.Request) -> p2pd_pb2.Response:
+        async with self._connection() as (reader, writer):
+            return await _exchange(reader, writer, request)
+
+    async def _open(self, request: p2pd_pb2.Request) -> SocketPair:
+        reader, writer = await asyncio.open_unix_connection(self._path)
+        try:
+            await _exchange(reader, writer, request)
+        except BaseException:
+            writer.transport.abort()
+            raise
+        return reader, writer
+
+    @asynccontextmanager
+    async def _connection(self) -> AsyncIterator[SocketPair]:
+        reader, writer = await asyncio.open_unix_connection(self._path)
+        try:
+            yield reader, writer
+        finally:
+            writer.transport.abort()
+
+
+async def read_message(reader: asyncio.StreamReader, message: Message, max_bytes: int = MAX_CONTROL_BYTES) -> None:
+    """Read one length-delimited protobuf into `message`."""
+    length = 0
+    for position in range(_MAX_VARINT_BYTES):
+        byte = (await reader.readexactly(1))[0]
+        length |= (byte & 0x7F) << (7 * position)
+        if byte < 0x80:
+            break
+    else:
+        raise ControlError("the daemon sent an over-long message length")
+    if length > max_bytes:
+        raise ControlError(f"the daemon sent a message of {length} bytes, the cap is {max_bytes}")
+    message.ParseFromString(await reader.readexactly(length))
+
+
+def _request(kind: str) -> p2pd_pb2.Request:
+    return p2pd_pb2.Request(type=p2pd_pb2.Request.Type.Value(kind))
+
+
+async def _exchange(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: p2pd_pb2.Request
+) -> p2pd_pb2.Response:
+    body = request.SerializeToString()
+    prefix = bytearray()
+    length = len(body)
+    while length >= 0x80:
+        prefix.append(length & 0x7F | 0x80)
+        length >>= 7
+    prefix.append(length)
+    writer.write(bytes(prefix) + body)
+    await writer.drain()
+    response = p2pd_pb2.Response()
+    await read_message(reader, response)
+    if response.type == p2pd_pb2.Response.ERROR:
+        raise ControlError(response.error.msg[:300])
+    return response

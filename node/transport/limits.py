@@ -1,0 +1,155 @@
+"""Bounds on what strangers can make us do: token buckets, counters and queues that cannot grow.
+
+For every transport and for `node/share/gossip.py`; nothing here knows what it limits. Each structure is keyed by
+values that a peer can invent for free, so each is bounded itself: buckets of newcomers cost a token of a shared
+bucket, counters fold the least recent entries into one line, queues drop the oldest. Time is an argument.
+Not for limits of the protocol (sizes on the wire): those are in `protocol/constants.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict, deque
+from collections.abc import Hashable
+
+from node.transport.base import Gossiped
+from protocol.messages import PeerId
+
+__all__ = ["OTHER_PEERS", "DropOldestQueue", "KeyedTokenBuckets", "Refusals", "TokenBucket"]
+
+OTHER_PEERS: PeerId = "others"
+"""Stands for all peers whose counters were folded together."""
+
+
+class TokenBucket:
+    """`rate_per_s` tokens per second, at most `burst` saved up; full at first."""
+
+    __slots__ = ("_burst", "_rate_per_s", "_tokens", "_updated_s")
+
+    def __init__(self, rate_per_s: float, burst: float) -> None:
+        self._rate_per_s = rate_per_s
+        self._burst = burst
+        self._tokens = float(burst)
+        self._updated_s = 0.0
+
+    def take(self, now_s: float, amount: float = 1.0) -> bool:
+        """Whether `amount` tokens were there; takes them if so, and nothing otherwise."""
+        elapsed_s = max(0.0, now_s - self._updated_s)
+        self._updated_s = now_s
+        self._tokens = min(self._burst, self._tokens + elapsed_s * self._rate_per_s)
+        if self._tokens < amount:
+            return False
+        self._tokens -= amount
+        return True
+
+
+class KeyedTokenBuckets:
+    """One token bucket per key, for at most `capacity` keys.
+
+    A key seen for the first time takes a token of the newcomers' bucket as well. So a flood of invented keys
+    drains that one only: keys already known keep their full rate, and cannot be pushed out faster than newcomers
+    are let in. The least recently used key is forgotten first.
+    """
+
+    def __init__(
+        self,
+        rate_per_s: float,
+        burst: float,
+        *,
+        newcomers_per_s: float,
+        newcomer_burst: float,
+        capacity: int = 4096,
+    ) -> None:
+        self._rate_per_s = rate_per_s
+        self._burst = burst
+        self._capacity = capacity
+        self._newcomers = TokenBucket(newcomers_per_s, newcomer_burst)
+        self._buckets: OrderedDict[Hashable, TokenBucket] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._buckets)
+
+    def take(self, key: Hashable, now_s: float, amount: float = 1.0) -> bool:
+        """Whether `key` may spend `amount` tokens now."""
+        bucket = self._buckets.get(key)
+        if bucket is None:
+            if not self._newcomers.take(now_s):
+                return False
+            while len(self._buckets) >= self._capacity:
+                self._buckets.popitem(last=False)
+            bucket = self._buckets[key] = TokenBucket(self._rate_per_s, self._burst)
+        else:
+            self._buckets.move_to_end(key)
+        return bucket.take(now_s, amount)
+
+
+class Refusals:
+    """Counts by (peer, reason), for at most `capacity` pairs; the least recent ones fold into `OTHER_PEERS`,
+    so the total stays right while invented senders come and go."""
+
+    def __init__(self, capacity: int = 1024) -> None:
+        self._capacity = capacity
+        self._counts: OrderedDict[tuple[PeerId, str], int] = OrderedDict()
+
+    def add(self, peer_id: PeerId, reason: str, count: int = 1) -> None:
+        """Count one refusal. `reason` is one of our own short words, never a peer's bytes."""
+        key = (peer_id, reason)
+        self._counts[key] = self._counts.get(key, 0) + count
+        self._counts.move_to_end(key)
+        while len(self._counts) > self._capacity:
+            (_, folded_reason), folded = self._counts.popitem(last=False)
+            others = (OTHER_PEERS, folded_reason)
+            self._counts[others] = self._counts.get(others, 0) + folded
+            self._counts.move_to_end(others)
+
+    def counters(self) -> dict[tuple[PeerId, str], int]:
+        """A copy of the counts."""
+        return dict(self._counts)
+
+    def total(self, reason: str) -> int:
+        """Refusals for one reason over all peers."""
+        return sum(count for (_, each), count in self._counts.items() if each == reason)
+
+
+class DropOldestQueue:
+    """Gossip messages for one reader, bounded in number and bytes; when full the oldest is dropped.
+
+    The reader is an async iterator. Putting never waits: a slow reader slows nobody but itself.
+    """
+
+    def __init__(self, max_messages: int, max_bytes: int, refusals: Refusals) -> None:
+        self._max_messages = max_messages
+        self._max_bytes = max_bytes
+        self._refusals = refusals
+        self._messages: deque[Gossiped] = deque()
+        self._bytes = 0
+        self._arrived = asyncio.Event()
+        self._closed = False
+
+    def put(self, message: Gossiped) -> None:
+        """Add a message, dropping the oldest ones (counted as `queue`) to make room."""
+        self._messages.append(message)
+        self._bytes += len(message.data)
+        while len(self._messages) > self._max_messages or self._bytes > self._max_bytes:
+            dropped = self._messages.popleft()
+            self._bytes -= len(dropped.data)
+            self._refusals.add(dropped.sender, "queue")
+        self._arrived.set()
+
+    def close(self) -> None:
+        """End the iteration once the queue is empty."""
+        self._closed = True
+        self._arrived.set()
+
+    def __aiter__(self) -> DropOldestQueue:
+        return self
+
+    async def __anext__(self) -> Gossiped:
+        while not self._messages:
+            if self._closed:
+                raise StopAsyncIteration
+            self._arrived.clear()
+            await self._arrived.wait()
+        message = self._messages.popleft()
+        self._bytes -= len(message.data)
+        return message

@@ -1,0 +1,433 @@
+"""The in-memory network: the whole transport contract in one process, seeded, with faults; for simulations.
+
+One `MemoryNetwork` holds the links and the one random source; each node has a `MemoryTransport`. Everything moves
+by `loop.call_at` only, so on a virtual loop (`node.clock.run_virtual`) the same seed gives the same run. Gossip
+floods hop by hop over connections between subscribers, DHT records lie at the five closest reachable peers,
+streams are byte pipes under the same frames and caps as real ones. Not modelled: bandwidth, and the internals of
+GossipSub and Kademlia.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+import re
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+
+from node.clock import Clock, SystemClock
+from node.transport._memory_records import HeldRecords
+from node.transport._pipes import MemoryChannel, Pipe
+from node.transport.base import (
+    ConnectedPeer,
+    Gossiped,
+    RecordValidator,
+    Stream,
+    StreamHandler,
+    Transport,
+    TransportLimits,
+)
+from node.transport.limits import Refusals
+from node.transport.links import LINKS, Fault, LinkConditions
+from node.transport.records import require_storable
+from node.transport.streams import FramedStream, StreamGate
+from node.transport.subscription import Subscription
+from protocol.constants import MAX_ENVELOPE_BYTES
+from protocol.errors import AddressError, DeadlineError, LocalProtocolError, TransportError
+from protocol.messages import PeerId
+
+__all__ = ["MemoryNetwork", "MemoryTransport"]
+
+_ADDRESS = re.compile(r"/memory/p2p/([1-9A-HJ-NP-Za-km-z]{1,64})")
+_SEEN_MESSAGES = 65_536
+_REPLICAS = 5
+_BEAM = 20
+_FIFO_STEP_S = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    number: int
+    origin: PeerId
+    topic: str
+    data: bytes
+
+
+class MemoryNetwork:
+    """Who is connected to whom, over which links. All randomness of a run comes from `seed`."""
+
+    def __init__(
+        self,
+        seed: int = 0,
+        link: LinkConditions = LINKS["perfect"],
+        clock: Clock | None = None,
+    ) -> None:
+        self.link = link
+        self.clock = clock or SystemClock()
+        self._random = random.Random(seed)
+        self._transports: dict[PeerId, MemoryTransport] = {}
+        self._group_of: dict[PeerId, int] = {}
+        self._last_at: dict[tuple[PeerId, PeerId], float] = {}
+        self._channels: dict[MemoryChannel, tuple[PeerId, PeerId]] = {}
+        self._messages = 0
+
+    def transport(
+        self,
+        peer_id: PeerId,
+        *,
+        validate_record: RecordValidator | None = None,
+        limits: TransportLimits | None = None,
+    ) -> MemoryTransport:
+        """A node of this network. Without `validate_record` every DHT record within its size is accepted."""
+        return MemoryTransport(self, peer_id, validate_record, limits or TransportLimits())
+
+    # --- faults ---
+
+    def inject(self, fault: Fault, peers: Iterable[PeerId] = ()) -> None:
+        """Apply one fault to `peers` (all of them for HEAL)."""
+        match fault:
+            case Fault.KILL:
+                for peer_id in peers:
+                    self.kill(peer_id)
+            case Fault.RESTART:
+                for peer_id in peers:
+                    self.restart(peer_id)
+            case Fault.PARTITION:
+                self.partition([tuple(peers)])
+            case Fault.HEAL:
+                self.heal()
+
+    def partition(self, groups: Iterable[Iterable[PeerId]]) -> None:
+        """Peers of different groups no longer reach each other; those in no group form one more."""
+        self._group_of = {peer_id: number for number, group in enumerate(groups) for peer_id in group}
+        self._reset_broken_channels()
+
+    def heal(self) -> None:
+        """End all partitions. Connections made before are there again."""
+        self._group_of = {}
+
+    def kill(self, peer_id: PeerId) -> None:
+        """The network stack of a peer dies: its streams break, its calls fail, records it held are gone."""
+        self._of(peer_id).stack_died()
+        self._reset_broken_channels()
+
+    def restart(self, peer_id: PeerId) -> None:
+        """A killed stack comes back with its connections, subscriptions and own records."""
+        self._of(peer_id).stack_restarted()
+
+    # --- for MemoryTransport ---
+
+    def attach(self, transport: MemoryTransport) -> None:
+        if transport.peer_id in self._transports:
+            raise TransportError(f"{transport.peer_id} is already in this network; close the other one first")
+        self._transports[transport.peer_id] = transport
+
+    def detach(self, transport: MemoryTransport) -> None:
+        if self._transports.get(transport.peer_id) is transport:
+            del self._transports[transport.peer_id]
+        for other in self._transports.values():
+            other.neighbours.pop(transport.peer_id, None)
+        self._reset_broken_channels()
+
+    def reachable(self, source: PeerId, target: PeerId) -> MemoryTransport | None:
+        """The transport of `target` when both stacks run and no partition separates them."""
+        ends = self._transports.get(source), self._transports.get(target)
+        if ends[0] is None or ends[1] is None or not (ends[0].up and ends[1].up):
+            return None
+        if self._group_of.get(source) != self._group_of.get(target):
+            return None
+        return ends[1]
+
+    def linked(self, source: PeerId) -> list[MemoryTransport]:
+        """Neighbours that `source` reaches now, in order of connection."""
+        transport = self._transports.get(source)
+        neighbours = transport.neighbours if transport is not None else {}
+        return [other for peer_id in neighbours if (other := self.reachable(source, peer_id)) is not None]
+
+    def closest(self, source: PeerId, key: str, count: int) -> list[MemoryTransport]:
+        """Up to `count` peers in `source`'s connected component, nearest to `key` first, without `source`."""
+        found: dict[PeerId, MemoryTransport] = {}
+        frontier = [source]
+        while frontier:
+            for other in self.linked(frontier.pop()):
+                if other.peer_id != source and other.peer_id not in found:
+                    found[other.peer_id] = other
+                    frontier.append(other.peer_id)
+        target = _point(key)
+        return sorted(found.values(), key=lambda other: _point(other.peer_id) ^ target)[:count]
+
+    def next_message_number(self) -> int:
+        self._messages += 1
+        return self._messages
+
+    def send_message(self, source: PeerId, target: PeerId, deliver: Callable[[], None]) -> None:
+        """Carry one gossip message over a hop: it may be lost, late, overtaken or doubled."""
+        if self._random.random() < self.link.loss:
+            return
+        copies = 2 if self._random.random() < self.link.duplication else 1
+        for _ in range(copies):
+            at = self._now_s() + self._delay_s()
+            if self._random.random() < self.link.reorder:
+                at += self._random.uniform(0.0, max(self.link.delay_max_ms, 50.0)) / 1000
+            else:
+                at = max(at, self._last_at.get((source, target), 0.0) + _FIFO_STEP_S)
+                self._last_at[source, target] = at
+            asyncio.get_running_loop().call_at(at, self._deliver, source, target, deliver)
+
+    async def round_trip(self) -> None:
+        """Wait as long as a small request and its reply take, lost ones sent again."""
+        await asyncio.sleep(self._reliable_delay_s() + self._reliable_delay_s())
+
+    def open_channels(self, source: PeerId, target: PeerId) -> tuple[MemoryChannel, MemoryChannel]:
+        """Both ends of a new byte channel."""
+        there, back = Pipe(), Pipe()
+        ends = MemoryChannel(back, there, self._carry), MemoryChannel(there, back, self._carry)
+        for end in ends:
+            self._channels[end] = (source, target)
+            end.on_close = lambda closed: self._channels.pop(closed, None)
+        return ends
+
+    def _carry(self, pipe: Pipe, arrive: Callable[[], None]) -> None:
+        pipe.last_at_s = max(self._now_s() + self._reliable_delay_s(), pipe.last_at_s + _FIFO_STEP_S)
+        asyncio.get_running_loop().call_at(pipe.last_at_s, arrive)
+
+    def _deliver(self, source: PeerId, target: PeerId, deliver: Callable[[], None]) -> None:
+        if self.reachable(source, target) is not None:
+            deliver()
+
+    def _reset_broken_channels(self) -> None:
+        for channel, (source, target) in list(self._channels.items()):
+            if self.reachable(source, target) is None:
+                channel.reset()
+
+    def _of(self, peer_id: PeerId) -> MemoryTransport:
+        transport = self._transports.get(peer_id)
+        if transport is None:
+            raise ValueError(f"{peer_id} is not in this network; start its transport first")
+        return transport
+
+    def _delay_s(self) -> float:
+        return self._random.uniform(self.link.delay_min_ms, self.link.delay_max_ms) / 1000
+
+    def _reliable_delay_s(self) -> float:
+        """Delay of a retransmitting transport: each loss costs a time-out of at least 200 ms."""
+        delay_s = self._delay_s()
+        while self._random.random() < min(self.link.loss, 0.95):
+            delay_s += max(0.2, 2 * self.link.delay_max_ms / 1000)
+        return delay_s
+
+    def _now_s(self) -> float:
+        return asyncio.get_running_loop().time()
+
+
+class MemoryTransport(Transport):
+    """One node of a `MemoryNetwork`; made by `MemoryNetwork.transport`."""
+
+    def __init__(
+        self,
+        network: MemoryNetwork,
+        peer_id: PeerId,
+        validate_record: RecordValidator | None,
+        limits: TransportLimits,
+    ) -> None:
+        self.peer_id = peer_id
+        self.up = False
+        self.neighbours: dict[PeerId, None] = {}
+        """Peers this one was ever connected to; a dict because the order of a set differs between runs."""
+        self._network = network
+        self._validate_record = validate_record
+        self._limits = limits
+        self._refusals = Refusals()
+        self._gate = StreamGate(limits, self._refusals)
+        self._held = HeldRecords(validate_record, limits, self._refusals)
+        self._handlers: dict[str, StreamHandler] = {}
+        self._subscriptions: list[Subscription] = []
+        self._seen: OrderedDict[int, None] = OrderedDict()
+        self._own_records: dict[str, tuple[bytes, int]] = {}
+        self._restarts = 0
+        self._closed = False
+
+    async def start(self) -> None:
+        self._network.attach(self)
+        self.up = True
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self.up = False
+        self._network.detach(self)
+        for subscription in self._subscriptions:
+            subscription.queue.close()
+        await self._gate.close()
+
+    def addresses(self) -> tuple[str, ...]:
+        return (f"/memory/p2p/{self.peer_id}",)
+
+    async def connect(self, address: str) -> PeerId:
+        self._require_up()
+        match = _ADDRESS.fullmatch(address)
+        if match is None:
+            raise AddressError(f"{address[:200]!r} is no address of the form /memory/p2p/<peer id>")
+        peer_id = match.group(1)
+        if peer_id == self.peer_id:
+            raise AddressError(f"{address} is this node itself; give the address of another one")
+        await self._network.round_trip()
+        self._dial(peer_id, AddressError(f"no peer answers at {address}; is it running and reachable?"))
+        return peer_id
+
+    async def peers(self) -> tuple[ConnectedPeer, ...]:
+        self._require_up()
+        return tuple(ConnectedPeer(other.peer_id, other.addresses()) for other in self._network.linked(self.peer_id))
+
+    # --- gossip ---
+
+    async def publish(self, topic: str, data: bytes) -> None:
+        if len(data) > MAX_ENVELOPE_BYTES:
+            raise LocalProtocolError(f"a message of {len(data)} bytes is above the cap of {MAX_ENVELOPE_BYTES}")
+        self._require_up()
+        message = _Message(self._network.next_message_number(), self.peer_id, topic, data)
+        self._remember(message)
+        self._forward(message, came_from=self.peer_id)
+
+    def subscribe(self, topic: str) -> AbstractAsyncContextManager[AsyncIterator[Gossiped]]:
+        return self._subscribe(topic)
+
+    @asynccontextmanager
+    async def _subscribe(self, topic: str) -> AsyncIterator[AsyncIterator[Gossiped]]:
+        self._require_up()
+        subscription = Subscription(topic, self.peer_id, self._limits, self._refusals)
+        self._subscriptions.append(subscription)
+        try:
+            yield subscription.queue
+        finally:
+            self._subscriptions.remove(subscription)
+
+    def _forward(self, message: _Message, came_from: PeerId) -> None:
+        for other in self._network.linked(self.peer_id):
+            if other.peer_id not in (came_from, message.origin) and other._subscribed(message.topic):
+                self._network.send_message(
+                    self.peer_id, other.peer_id, lambda other=other: other._heard(message, came_from=self.peer_id)
+                )
+
+    def _heard(self, message: _Message, came_from: PeerId) -> None:
+        if message.number in self._seen or not self._subscribed(message.topic):
+            return
+        self._remember(message)
+        self._forward(message, came_from)
+        now_s = asyncio.get_running_loop().time()
+        for subscription in self._subscriptions:
+            if subscription.topic == message.topic:
+                subscription.offer(message.origin, message.data, now_s)
+
+    def _subscribed(self, topic: str) -> bool:
+        return any(subscription.topic == topic for subscription in self._subscriptions)
+
+    def _remember(self, message: _Message) -> None:
+        self._seen[message.number] = None
+        if len(self._seen) > _SEEN_MESSAGES:
+            self._seen.popitem(last=False)
+
+    # --- DHT ---
+
+    async def store(self, key: str, value: bytes, expires_at: int) -> None:
+        require_storable(self._validate_record, key, value, expires_at)
+        self._own_records[key] = (value, expires_at)
+        self._require_up()
+        await self._within_dht_deadline(f"storing the DHT record {key}")
+        self._place(key, value, expires_at)
+
+    async def get(self, key: str) -> bytes | None:
+        self._require_up()
+        await self._within_dht_deadline(f"reading the DHT record {key}")
+        now_ms = self._network.clock.now_ms()
+        best, best_expires_at = None, now_ms
+        own = self._held.get_own(key)
+        if own is not None and own[1] > best_expires_at:
+            best, best_expires_at = own
+        for holder in self._network.closest(self.peer_id, key, _BEAM):
+            found = holder._held.asked(self.peer_id, key)
+            if found is not None and found[1] > best_expires_at and self._held.is_valid(holder.peer_id, key, *found):
+                best, best_expires_at = found
+        return best
+
+    def _place(self, key: str, value: bytes, expires_at: int) -> None:
+        self._held.put_own(key, value, expires_at)
+        for other in self._network.closest(self.peer_id, key, _REPLICAS):
+            other._held.offered(self.peer_id, key, value, expires_at)
+
+    async def _within_dht_deadline(self, waiting_for: str) -> None:
+        try:
+            async with asyncio.timeout(self._limits.dht_timeout_s):
+                await self._network.round_trip()
+        except TimeoutError:
+            raise DeadlineError(waiting_for, self._limits.dht_timeout_s) from None
+        self._require_up()
+
+    # --- streams ---
+
+    async def open_stream(self, peer_id: PeerId, protocol: str) -> Stream:
+        channel = await self.open_channel(peer_id, protocol)
+        return FramedStream(peer_id, channel, self._limits.stream_timeout_s)
+
+    async def open_channel(self, peer_id: PeerId, protocol: str) -> MemoryChannel:
+        """The bare bytes under a stream, without frames and caps: what a hostile peer has."""
+        self._require_up()
+        try:
+            async with asyncio.timeout(self._limits.connect_timeout_s):
+                await self._network.round_trip()
+        except TimeoutError:
+            raise DeadlineError(f"opening {protocol} at {peer_id}", self._limits.connect_timeout_s) from None
+        other = self._dial(peer_id, TransportError(f"{peer_id} cannot be reached"))
+        handler = other._handlers.get(protocol)
+        if handler is None:
+            raise TransportError(f"{peer_id} does not serve {protocol}")
+        here, there = self._network.open_channels(self.peer_id, peer_id)
+        other._gate.accept(self.peer_id, there, handler)
+        return here
+
+    def serve(self, protocol: str, handler: StreamHandler) -> None:
+        self._handlers[protocol] = handler
+
+    # --- state ---
+
+    def counters(self) -> dict[tuple[PeerId, str], int]:
+        return self._refusals.counters()
+
+    @property
+    def restarts(self) -> int:
+        return self._restarts
+
+    def stack_died(self) -> None:
+        """For `MemoryNetwork.kill`."""
+        self.up = False
+        self._held.clear()
+        self._seen.clear()
+
+    def stack_restarted(self) -> None:
+        """For `MemoryNetwork.restart`."""
+        self.up = True
+        self._restarts += 1
+        now_ms = self._network.clock.now_ms()
+        self._own_records = {key: record for key, record in self._own_records.items() if record[1] > now_ms}
+        for key, (value, expires_at) in self._own_records.items():
+            self._place(key, value, expires_at)
+
+    def _dial(self, peer_id: PeerId, unreachable: TransportError) -> MemoryTransport:
+        other = self._network.reachable(self.peer_id, peer_id)
+        if other is None:
+            raise unreachable
+        self.neighbours[peer_id] = None
+        other.neighbours[self.peer_id] = None
+        return other
+
+    def _require_up(self) -> None:
+        if not self.up:
+            raise TransportError(f"the network stack of {self.peer_id} is down")
+
+
+def _point(name: str) -> int:
+    return int.from_bytes(hashlib.sha256(name.encode()).digest(), "big")

@@ -1,0 +1,171 @@
+"""Framed streams and the gate for incoming ones, shared by all transports.
+
+A transport brings a `ByteChannel` (exact reads, writes with backpressure); `FramedStream` puts capped frames and
+deadlines on it, and `StreamGate` runs the handlers of incoming streams: caps and token bucket before a byte is
+read, one deadline per handler, whatever it raises ends that stream only. Data passes peer -> channel -> frame ->
+handler. Not for the content of frames.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from collections import Counter
+
+from node.transport.base import Stream, StreamHandler, TransportLimits
+from node.transport.limits import KeyedTokenBuckets, Refusals
+from protocol.constants import MAX_FRAME_BYTES
+from protocol.errors import DeadlineError, RemoteProtocolError, TransportError
+from protocol.frames import FRAME_PREFIX_BYTES, encode_frame, frame_length
+from protocol.messages import PeerId
+
+__all__ = ["ByteChannel", "FramedStream", "StreamGate"]
+
+logger = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S = 2.0
+
+
+class ByteChannel(ABC):
+    """Bytes in both directions between two peers. Failures are `TransportError`."""
+
+    @abstractmethod
+    async def read_exactly(self, count: int) -> bytes:
+        """Exactly `count` bytes; memory grows only with what arrives. An early end is a `TransportError`."""
+
+    @abstractmethod
+    async def write(self, data: bytes) -> None:
+        """Send, waiting while the other side does not read."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close both directions; never raises."""
+
+
+class FramedStream(Stream):
+    """Frames over a byte channel, each within `timeout_s`. After any error the stream is closed."""
+
+    def __init__(self, peer_id: PeerId, channel: ByteChannel, timeout_s: float) -> None:
+        self.peer_id = peer_id
+        self._channel = channel
+        self._timeout_s = timeout_s
+        self._closed = False
+
+    async def send(self, frame: bytes) -> None:
+        data = encode_frame(frame)
+        self._raise_if_closed()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._channel.write(data)
+        except TimeoutError:
+            await self.close()
+            raise DeadlineError(f"sending a frame to {self.peer_id}", self._timeout_s) from None
+        except TransportError:
+            await self.close()
+            raise
+
+    async def receive(self, max_bytes: int = MAX_FRAME_BYTES) -> bytes:
+        self._raise_if_closed()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                prefix = await self._channel.read_exactly(FRAME_PREFIX_BYTES)
+                return await self._channel.read_exactly(frame_length(prefix, max_bytes))
+        except TimeoutError:
+            await self.close()
+            raise DeadlineError(f"receiving a frame from {self.peer_id}", self._timeout_s) from None
+        except (TransportError, RemoteProtocolError):
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        self._closed = True
+        self._channel.close()
+
+    def _raise_if_closed(self) -> None:
+        if self._closed:
+            raise TransportError(f"the stream with {self.peer_id} is closed; open another one")
+
+
+class StreamGate:
+    """Admits incoming streams and runs their handlers."""
+
+    def __init__(self, limits: TransportLimits, refusals: Refusals) -> None:
+        self._limits = limits
+        self._refusals = refusals
+        self._opens = KeyedTokenBuckets(
+            limits.stream_opens_per_s,
+            limits.stream_burst,
+            newcomers_per_s=limits.newcomers_per_s,
+            newcomer_burst=limits.newcomer_burst,
+        )
+        self._open_by_peer: Counter[PeerId] = Counter()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._failures_logged: set[str] = set()
+        self._closed = False
+
+    def accept(self, peer_id: PeerId, channel: ByteChannel, handler: StreamHandler) -> None:
+        """Start the handler of a new incoming stream, or close it at once when its peer is above a cap."""
+        reason = self._refusal(peer_id)
+        if reason is not None:
+            self._refusals.add(peer_id, reason)
+            channel.close()
+            return
+        task = asyncio.create_task(self._handle(peer_id, channel, handler))
+        self._open_by_peer[peer_id] += 1
+        self._tasks.add(task)
+
+        def finished(task: asyncio.Task[None]) -> None:
+            # A callback, not the handler's `finally`, which does not run when the task is cancelled before it began.
+            channel.close()
+            self._tasks.discard(task)
+            self._open_by_peer[peer_id] -= 1
+            if self._open_by_peer[peer_id] <= 0:
+                del self._open_by_peer[peer_id]
+
+        task.add_done_callback(finished)
+
+    async def reset(self) -> None:
+        """End all handlers; new streams are still welcome."""
+        tasks = [task for task in self._tasks if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=CLOSE_TIMEOUT_S)
+
+    async def close(self) -> None:
+        """End all handlers and refuse new streams."""
+        self._closed = True
+        await self.reset()
+
+    def _refusal(self, peer_id: PeerId) -> str | None:
+        if self._closed:
+            return "closed"
+        if not self._opens.take(peer_id, asyncio.get_running_loop().time()):
+            return "stream_rate"
+        if self._open_by_peer[peer_id] >= self._limits.streams_per_peer:
+            return "streams"
+        if self._open_by_peer.total() >= self._limits.streams:
+            return "streams"
+        return None
+
+    async def _handle(self, peer_id: PeerId, channel: ByteChannel, handler: StreamHandler) -> None:
+        stream = FramedStream(peer_id, channel, self._limits.stream_timeout_s)
+        try:
+            async with asyncio.timeout(self._limits.stream_timeout_s):
+                await handler(stream)
+        except (TimeoutError, DeadlineError):
+            self._refusals.add(peer_id, "deadline")
+        except RemoteProtocolError as error:
+            self._refusals.add(peer_id, error.reason)
+        except TransportError as error:
+            logger.debug("stream of %s ended early: %s", peer_id, error)
+        except Exception as error:
+            # The boundary between a peer and us: a bug of ours ends one stream, and is told once, not per stream.
+            self._refusals.add(peer_id, "handler")
+            kind = f"{type(error).__name__} in {getattr(handler, '__qualname__', 'a handler')}"
+            if len(self._failures_logged) < 64 and kind not in self._failures_logged:
+                self._failures_logged.add(kind)
+                logger.warning("a stream handler failed; that stream is closed: %s", kind, exc_info=error)
+        finally:
+            await stream.close()

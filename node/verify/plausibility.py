@@ -1,0 +1,97 @@
+"""Could this text have come from something like my policy: claimed log-probabilities against the local ones.
+
+Soft evidence only, because an honest stranger may be a very different model. One batched forward pass per
+group, the dearest check, so it comes last. Same tokenizer: the author's token ids are scored as they are, at
+its temperature. Other tokenizer: the text is tokenized here and both totals are divided by this node's count
+of tokens, so that the ratio of token counts does not enter (algorithms.md A2). Claims far below the local
+value make importance ratios explode, claims far above hide improbable text; both are beyond the charter's
+gap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from node.rollout.engine.base import TokenSequence
+from node.verify.base import ACCEPT, Item, Verdict, suspect
+from protocol.messages import FinishReason, VerificationRules
+
+__all__ = ["LocalEngine", "LocalPolicy", "Plausibility"]
+
+MAX_TOKENS_PER_NEW_TOKEN = 8
+"""A re-tokenized completion longer than this times the charter's cap is not worth a forward pass."""
+
+
+class LocalPolicy(Protocol):
+    """The tokenizer side of `node.rollout.policy.Policy`."""
+
+    @property
+    def tokenizer_digest(self) -> str: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_positions(self) -> int: ...
+    def encode_prompt(self, question: str) -> list[int]: ...
+    def encode_completion(self, text: str, finished: bool) -> list[int]: ...
+
+
+class LocalEngine(Protocol):
+    """The scoring side of `node.rollout.engine.base.Engine`."""
+
+    def logprobs(self, sequences: Sequence[TokenSequence]) -> list[NDArray[np.float32]]: ...
+
+
+class Plausibility:
+    """`implausible_logprobs`: more nats per token apart than the charter's `max_logprob_gap`. Soft."""
+
+    name = "plausibility"
+    hard = False
+
+    def __init__(
+        self, rules: VerificationRules, max_new_tokens: int, policy: LocalPolicy, engine: LocalEngine
+    ) -> None:
+        self._max_gap = rules.max_logprob_gap
+        self._max_tokens = MAX_TOKENS_PER_NEW_TOKEN * max_new_tokens
+        self._policy = policy
+        self._engine = engine
+
+    def check(self, item: Item) -> Verdict:
+        """See `Check.check`."""
+        gap = self.gap_nats(item)
+        return suspect("implausible_logprobs") if gap > self._max_gap else ACCEPT
+
+    def gap_nats(self, item: Item) -> float:
+        """|claimed - local| total log-probability of the group per token of this node's tokenizer."""
+        prompt_ids = tuple(self._policy.encode_prompt(item.group.question))
+        native = item.group.lineage.tokenizer == self._policy.tokenizer_digest
+        temperature = item.group.sampling.temperature
+        sequences: list[TokenSequence] = []
+        claimed = 0.0
+        for rollout, arrays in zip(item.group.rollouts, item.tokens, strict=True):
+            if native:
+                token_ids = tuple(arrays.token_ids_T.tolist())
+            else:
+                finished = rollout.finish is FinishReason.STOP
+                token_ids = tuple(self._policy.encode_completion(rollout.text, finished))
+            if self._fits(prompt_ids, token_ids):
+                sequences.append(TokenSequence(prompt_ids, token_ids, temperature))
+                claimed += float(arrays.logprobs_T.sum(dtype=np.float64))
+        if not sequences:
+            return 0.0
+        local = sum(
+            float(logprobs_T.sum(dtype=np.float64)) for logprobs_T in self._engine.logprobs(sequences)
+        )
+        return abs(claimed - local) / sum(len(sequence.token_ids) for sequence in sequences)
+
+    def _fits(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> bool:
+        """Whether the engine takes it. A stranger's text may be long in the local tokenizer, and a model with
+        the same tokenizer may have more rows than the local one; neither is a lie."""
+        return (
+            0 < len(token_ids) <= self._max_tokens
+            and len(prompt_ids) + len(token_ids) <= self._policy.max_positions
+            and max(token_ids) < self._policy.vocab_size
+        )

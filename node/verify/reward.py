@@ -1,0 +1,57 @@
+"""What the completions are worth here: scored again, in the sandbox, on the derived prompt.
+
+Claimed rewards are compared and then forgotten. Scoring is exact and deterministic on every machine, so a
+claim that differs by more than rounding is a lie (`false_reward`), however small. A scorer's failure is
+`scorer_<reason>`; it blames the author only where the answers, not this machine, broke the scorer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from node.rollout.environment import Completion, Prompt
+from node.sandbox.scorer import ScoredGroup, ScoreFailure
+from node.verify.base import ACCEPT, Item, Verdict, reject, same_values
+from protocol.messages import FinishReason
+
+__all__ = ["GroupScorer", "Reward"]
+
+ROUNDING = 1e-6
+
+
+class GroupScorer(Protocol):
+    """`node.sandbox.scorer.Scorer`, or a fake of it."""
+
+    def score(
+        self, environment: str, seed: int, index: int, completions: Sequence[Completion]
+    ) -> ScoredGroup | ScoreFailure:
+        """Blocking and thread-safe; raises nothing for any text."""
+        ...
+
+
+class Reward:
+    """Re-execution of the rewards. Hard. Its verdict carries this node's own rewards."""
+
+    name = "reward"
+    hard = True
+
+    def __init__(self, item_at: Callable[[int], Prompt], scorer: GroupScorer) -> None:
+        self._item_at = item_at
+        self._scorer = scorer
+
+    def check(self, item: Item) -> Verdict:
+        """See `Check.check`."""
+        prompt = self._item_at(item.group.prompt.index)
+        completions = [
+            Completion(text=rollout.text, finished=rollout.finish is FinishReason.STOP)
+            for rollout in item.group.rollouts
+        ]
+        outcome = self._scorer.score(prompt.environment, prompt.seed, prompt.index, completions)
+        if isinstance(outcome, ScoreFailure):
+            return reject(f"scorer_{outcome.reason}", blames_author=outcome.reason.is_authors_fault)
+        rewards = tuple(score.reward for score in outcome.scores)
+        if not same_values(rewards, item.announcement.rewards, ROUNDING):
+            return replace(reject("false_reward"), rewards=rewards)
+        return replace(ACCEPT, rewards=rewards)

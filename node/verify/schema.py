@@ -1,0 +1,142 @@
+"""Bytes to `Item`: sizes, digests, types, and the agreement of a body with its announcement and the charter.
+
+The first step for every candidate, also with verification off, because a body is a stranger's bytes. Order:
+the announced size and digest before anything is parsed, then strict decoding, then the relations that types
+cannot express. No count from a peer is used to allocate: token arrays are views on bytes that are already
+here, and their lengths are compared with each other. Everything wrong raises a `RemoteProtocolError` whose
+`reason` says what.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from node.verify.base import Candidate, Item, TokenArrays
+from protocol.charter import is_member
+from protocol.codec import completions_digest, decode, digest
+from protocol.constants import MAX_BLOB_BYTES
+from protocol.errors import DecodeError, LimitError, RemoteProtocolError
+from protocol.messages import Announcement, Charter, PeerId, Rollout, RolloutGroup, TokenizerSpec
+
+__all__ = ["CHARS_PER_TOKEN", "Schema", "parse_tokens", "tokenizer_spec"]
+
+CHARS_PER_TOKEN = 128
+"""Longest text of one token. Vocabularies in use stop at 128 spaces; without a bound, 16 tokens may claim 16
+MB."""
+MIN_TEMPERATURE = 0.01
+"""Others divide logits by it: 1e-300 is 0 in float32, and the quotient is no number."""
+LOGPROB_ROUNDING = 1e-6
+"""A certain token's log-probability may come out this far above 0 in float32."""
+
+
+def tokenizer_spec(charter: Charter, announcement: Announcement) -> TokenizerSpec | None:
+    """The charter's entry for the lineage's tokenizer; None when the charter does not list it."""
+    wanted = announcement.lineage.tokenizer
+    return next((spec for spec in charter.tokenizers if spec.digest == wanted), None)
+
+
+def parse_tokens(rollout: Rollout) -> TokenArrays:
+    """Views on a rollout's arrays. Raises DecodeError when they are empty or of unequal lengths."""
+    size = len(rollout.token_ids)
+    if size % 4 or len(rollout.logprobs) != size or len(rollout.versions) != size:
+        raise DecodeError(
+            f"arrays of {size}, {len(rollout.logprobs)} and {len(rollout.versions)} bytes",
+            reason="array_length",
+        )
+    if size == 0:
+        raise DecodeError("a rollout without tokens", reason="empty")
+    return TokenArrays(
+        token_ids_T=np.frombuffer(rollout.token_ids, dtype="<u4"),
+        logprobs_T=np.frombuffer(rollout.logprobs, dtype="<f4"),
+        versions_T=np.frombuffer(rollout.versions, dtype="<u4"),
+    )
+
+
+class Schema:
+    """Shapes and relations, checked against one charter."""
+
+    name = "schema"
+
+    def __init__(self, charter: Charter) -> None:
+        self._charter = charter
+
+    def check_announcement(self, sender: PeerId, announcement: Announcement) -> None:
+        """What can be said without the body. Raises RemoteProtocolError."""
+        charter = self._charter
+        if announcement.lineage.owner != sender:
+            raise RemoteProtocolError(f"{sender} announces for {announcement.lineage.owner}", reason="author")
+        if not is_member(charter, sender):
+            raise RemoteProtocolError(f"{sender} is no member of this swarm", reason="not_a_member")
+        if tokenizer_spec(charter, announcement) is None:
+            raise RemoteProtocolError(
+                f"tokenizer {announcement.lineage.tokenizer[:12]} is not in the charter",
+                reason="unknown_tokenizer",
+            )
+        if len(announcement.rewards) != charter.group_size:
+            raise DecodeError(
+                f"{len(announcement.rewards)} rewards in a group of {charter.group_size}", reason="group_size"
+            )
+        if not all(math.isfinite(reward) for reward in announcement.rewards):
+            raise DecodeError("an announced reward is not finite", reason="not_finite")
+
+    def open(self, candidate: Candidate, now_ms: int) -> Item:
+        """The item behind a candidate. Raises RemoteProtocolError."""
+        announcement, body = candidate.announcement, candidate.body
+        self.check_announcement(candidate.sender, announcement)
+        blob = announcement.body
+        if blob is None:
+            raise DecodeError("the announcement offers no body", reason="no_body")
+        if len(body) != blob.size:
+            raise DecodeError(f"announced {blob.size} bytes, got {len(body)}", reason="size")
+        if digest(body) != blob.digest:
+            raise DecodeError("the body is not the announced one", reason="body_digest")
+        group = decode(body, RolloutGroup, max_bytes=MAX_BLOB_BYTES)
+        self._check_agreement(candidate, group)
+        self._check_caps(group)
+        tokens = tuple(self._token_arrays(rollout, group) for rollout in group.rollouts)
+        if completions_digest(group.rollouts) != announcement.completions:
+            raise DecodeError("the completions are not the announced ones", reason="completions_digest")
+        return Item(candidate.sender, announcement, candidate.arrived_at, now_ms, group, tokens)
+
+    def _check_agreement(self, candidate: Candidate, group: RolloutGroup) -> None:
+        announcement = candidate.announcement
+        if group.author != candidate.sender:
+            raise DecodeError(f"{candidate.sender} sent a group of {group.author}", reason="author")
+        said = (announcement.lineage, announcement.policy_version, announcement.prompt, announcement.rewards)
+        rewards = tuple(rollout.reward for rollout in group.rollouts)
+        if said != (group.lineage, group.policy_version, group.prompt, rewards):
+            raise DecodeError("the body differs from its announcement", reason="announcement_mismatch")
+
+    def _check_caps(self, group: RolloutGroup) -> None:
+        charter = self._charter
+        if len(group.rollouts) != charter.group_size:
+            raise DecodeError(
+                f"{len(group.rollouts)} rollouts, not {charter.group_size}", reason="group_size"
+            )
+        sampling = group.sampling
+        if sampling.max_new_tokens > charter.max_new_tokens:
+            raise LimitError(
+                f"max_new_tokens {sampling.max_new_tokens} is above {charter.max_new_tokens}",
+                reason="sampling",
+            )
+        if not sampling.temperature >= MIN_TEMPERATURE:
+            raise LimitError(
+                f"temperature {sampling.temperature} is below {MIN_TEMPERATURE}", reason="sampling"
+            )
+
+    def _token_arrays(self, rollout: Rollout, group: RolloutGroup) -> TokenArrays:
+        arrays = parse_tokens(rollout)
+        count = len(arrays.token_ids_T)
+        if count > group.sampling.max_new_tokens:
+            raise LimitError(f"{count} tokens of at most {group.sampling.max_new_tokens}", reason="too_long")
+        if len(rollout.text) > CHARS_PER_TOKEN * count:
+            raise LimitError(f"{len(rollout.text)} characters from {count} tokens", reason="text_too_long")
+        if not (bool(np.isfinite(arrays.logprobs_T).all()) and math.isfinite(rollout.reward)):
+            raise DecodeError("a log-probability or reward is not finite", reason="not_finite")
+        if bool((arrays.logprobs_T > LOGPROB_ROUNDING).any()):
+            raise DecodeError("a log-probability above 0", reason="positive_logprob")
+        if int(arrays.versions_T.max()) > group.policy_version:
+            raise DecodeError("a token newer than its group's version", reason="version_order")
+        return arrays

@@ -1,0 +1,106 @@
+"""The verify stage: fetched bodies in, accepted groups into the pool, everything else counted.
+
+One loop over a bounded queue. What a judgement means for the pool, for trust and for the screen is decided here; the
+judging itself is `pipeline.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from node.clock import Clock
+from node.events import EventBus, GroupJudged, inert
+from node.share.collect import Fetched
+from node.share.peers import PeerBook
+from node.share.pool import PooledGroup, ReplayPool
+from node.supervise import StageGauge
+from node.verify.base import Candidate, Judgement
+from node.verify.pipeline import Verifier
+from node.weight.answered import AnsweredPrompts
+from node.weight.trust import Hardness, TrustBook
+from protocol.messages import PeerId
+
+__all__ = ["VerifyStage"]
+
+SHOWN_COMPLETION_CHARS = 500
+
+
+class VerifyStage:
+    """Judges one candidate at a time; the dear checks run beside the event loop."""
+
+    def __init__(
+        self,
+        verifier: Verifier,
+        *,
+        queue: asyncio.Queue[Fetched],
+        pool: ReplayPool,
+        trust: TrustBook,
+        peers: PeerBook,
+        answered: AnsweredPrompts,
+        window: Callable[[], float],
+        clock: Clock,
+        bus: EventBus,
+        gauge: StageGauge,
+        pooled: asyncio.Event,
+    ) -> None:
+        self._verifier = verifier
+        self._queue = queue
+        self._pool = pool
+        self._trust = trust
+        self._peers = peers
+        self._answered = answered
+        self._window = window
+        self._clock = clock
+        self._bus = bus
+        self._gauge = gauge
+        self._pooled = pooled
+
+    async def run(self) -> None:
+        """Judge until cancelled."""
+        while True:
+            with self._gauge.waiting("fetched bodies"):
+                fetched = await self._queue.get()
+            heard = fetched.heard
+            judgement = await self._verifier.judge(
+                Candidate(heard.sender, heard.announcement, fetched.body, heard.arrived_at)
+            )
+            self._book(heard.sender, judgement)
+            if judgement.accepted and judgement.group is not None and heard.announcement.body is not None:
+                group = judgement.group
+                self._answered.add(group.prompt.index, heard.sender, judgement.rewards)
+                self._pool.add(
+                    PooledGroup(heard.announcement.body.digest, group, judgement.rewards, heard.arrived_at)
+                )
+                self._pooled.set()
+            self._bus.emit(self._event(fetched, judgement))
+
+    def _book(self, author: PeerId, judgement: Judgement) -> None:
+        """What the judgement means for its author."""
+        window = self._window()
+        if judgement.accepted and judgement.group is not None:
+            self._peers.accepted(author, max(0.0, window - judgement.group.prompt.window - 1))
+            self._trust.record(author, Hardness.SOFT if judgement.suspicions else Hardness.ACCEPTED, window)
+            return
+        self._peers.rejected(author, judgement.reason)
+        if judgement.blames_author:
+            self._trust.record(author, Hardness.HARD, window)
+
+    def _event(self, fetched: Fetched, judgement: Judgement) -> GroupJudged:
+        announcement, group = fetched.heard.announcement, judgement.group
+        return GroupJudged(
+            at=self._clock.now_ms(),
+            author=fetched.heard.sender,
+            own=False,
+            accepted=judgement.accepted,
+            reason=judgement.reason,
+            group=announcement.body.digest[:12] if announcement.body else "",
+            environment=group.environment if group else "",
+            window=announcement.prompt.window,
+            slot=announcement.prompt.slot,
+            policy_version=announcement.policy_version,
+            question=inert(group.question) if group else "",
+            completions=tuple(inert(r.text, SHOWN_COMPLETION_CHARS) for r in group.rollouts) if group else (),
+            rewards=judgement.rewards or announcement.rewards,
+            checks=judgement.checks,
+        )

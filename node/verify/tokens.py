@@ -1,0 +1,80 @@
+"""Are these tokens what a sampler can have produced: range, end, text, and possible log-probabilities.
+
+Text that does not follow from the tokens would be scored as one thing and trained on as another, so it must
+be equal to the decoded tokens wherever this node has the tokenizer. For tokenizers it lacks, only the text is
+used later on. `PrefixConsistency` needs no model either: one policy gives one probability to a token after
+the same tokens, so a group that contradicts itself carries invented numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from node.verify.base import ACCEPT, Item, Verdict, reject, suspect
+from node.verify.schema import tokenizer_spec
+from protocol.messages import Charter, Digest, FinishReason
+
+__all__ = ["Decode", "PrefixConsistency", "Tokens"]
+
+Decode = Callable[[Sequence[int]], str]
+"""Token ids to text, special tokens removed."""
+
+IMPOSSIBLE_NATS = 40.0
+"""Beyond ln(vocabulary): tokens less likely than vocabulary * e**-40 together are never sampled (4e-18)."""
+PREFIX_TOKENS = 64
+"""Tokens per rollout that are compared with the rest of the group."""
+PREFIX_TOLERANCE_NATS = 0.5
+"""Same prefix, same weights: only rounding differs, which is far below this even in bfloat16."""
+
+
+class Tokens:
+    """`token_range`, `termination`, `text_mismatch`, `impossible_logprobs`. Hard. `decoders` by tokenizer
+    digest."""
+
+    name = "tokens"
+    hard = True
+
+    def __init__(self, charter: Charter, decoders: Mapping[Digest, Decode]) -> None:
+        self._charter = charter
+        self._decoders = decoders
+
+    def check(self, item: Item) -> Verdict:
+        """See `Check.check`."""
+        spec = tokenizer_spec(self._charter, item.announcement)
+        if spec is None:
+            return reject("unknown_tokenizer")
+        lowest = -(math.log(spec.vocab_size) + IMPOSSIBLE_NATS)
+        decode = self._decoders.get(spec.digest)
+        for rollout, arrays in zip(item.group.rollouts, item.tokens, strict=True):
+            if int(arrays.token_ids_T.max()) >= spec.vocab_size:
+                return reject("token_range")
+            ends_T = arrays.token_ids_T == spec.eos_token_id
+            if bool(ends_T[:-1].any()) or bool(ends_T[-1]) != (rollout.finish is FinishReason.STOP):
+                return reject("termination")
+            if rollout.finish is FinishReason.LENGTH and len(ends_T) != item.group.sampling.max_new_tokens:
+                return reject("termination")
+            if float(arrays.logprobs_T.min()) < lowest:
+                return reject("impossible_logprobs")
+            if decode is not None and decode(arrays.token_ids_T.tolist()) != rollout.text:
+                return reject("text_mismatch")
+        return ACCEPT
+
+
+class PrefixConsistency:
+    """`inconsistent_logprobs`: equal tokens after equal prefixes, of equal versions, have different claims.
+    Soft."""
+
+    name = "consistency"
+    hard = False
+
+    def check(self, item: Item) -> Verdict:
+        """See `Check.check`."""
+        claims: dict[tuple[bytes, bytes], float] = {}
+        for rollout, arrays in zip(item.group.rollouts, item.tokens, strict=True):
+            for t, logprob in enumerate(arrays.logprobs_T[:PREFIX_TOKENS].tolist()):
+                end = 4 * (t + 1)
+                first = claims.setdefault((rollout.token_ids[:end], rollout.versions[:end]), logprob)
+                if abs(first - logprob) > PREFIX_TOLERANCE_NATS:
+                    return suspect("inconsistent_logprobs")
+        return ACCEPT

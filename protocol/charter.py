@@ -1,0 +1,241 @@
+"""The rules of a swarm: written as TOML by its founder, signed, and then the same bytes for everybody.
+
+    TOML text --parse_toml--> plain values --found(identity)--> Charter --charter_bytes--> invite, disk, peers
+    bytes --decode_charter--> Charter whose types, consistency and signature hold
+
+`swarm_id` is the SHA-256 of the canonical bytes without the signature, so it names the rules and their
+founder. Not for tunable settings of one node (`node/config.py`) and not for trust between members.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import msgspec
+
+from protocol.codec import decode, digest, encode, framed, shown
+from protocol.constants import MAX_FRAME_BYTES, PROTOCOL_VERSION
+from protocol.errors import CharterError, LocalProtocolError, RemoteProtocolError
+from protocol.identity import Identity, public_key, verify
+from protocol.messages import Charter, Digest, EnvironmentSpec, PeerId, TokenizerSpec, VerificationRules
+
+__all__ = [
+    "MAX_CHARTER_BYTES",
+    "canonical_json",
+    "charter_bytes",
+    "decode_charter",
+    "found",
+    "is_member",
+    "parse_toml",
+    "swarm_id",
+    "verify_charter",
+]
+
+MAX_CHARTER_BYTES = MAX_FRAME_BYTES
+"""A charter travels in one frame."""
+
+_MADE_BY_FOUNDING = frozenset({"protocol_version", "founder", "created_at", "signature"})
+_MAX_CONFIG_DEPTH = 16
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Charter fields from TOML: `[[environments]]` (name, weight, config table), `[[tokenizers]]`, `[rules]`
+    and top-level numbers. Config tables become canonical JSON. Raises `CharterError` with the place or the
+    key."""
+    try:
+        values = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise CharterError(f"the charter is not valid TOML: {error}") from None
+    return _checked_keys(values)
+
+
+def found(identity: Identity, rules: str | Mapping[str, Any], created_at: int) -> Charter:
+    """A new signed charter. `rules` is TOML text or the mapping it stands for; `created_at` in ms."""
+    values = parse_toml(rules) if isinstance(rules, str) else _checked_keys(rules)
+    values |= {
+        "protocol_version": PROTOCOL_VERSION,
+        "founder": identity.peer_id,
+        "created_at": created_at,
+        "signature": b"",
+    }
+    try:
+        unsigned = msgspec.convert(values, Charter, strict=True)
+    except msgspec.ValidationError as error:
+        raise CharterError(f"the charter is not valid: {error}") from None
+    _check_consistency(unsigned)
+    for member in unsigned.members:  # a typing mistake; to a reader, who cannot exist is merely never seen
+        try:
+            public_key(member)
+        except RemoteProtocolError as error:
+            raise CharterError(f"the charter names a member that cannot exist: {error}") from None
+    charter = msgspec.structs.replace(unsigned, signature=identity.sign(_signed_bytes(unsigned)))
+    if len(data := charter_bytes(charter)) > MAX_CHARTER_BYTES:
+        raise CharterError(
+            f"the charter has {len(data)} bytes, above the cap of {MAX_CHARTER_BYTES}; list less in it"
+        )
+    return charter
+
+
+def charter_bytes(charter: Charter) -> bytes:
+    """Canonical bytes, signature included: what travels and what lies on disk."""
+    return encode(charter)
+
+
+def swarm_id(charter: Charter) -> Digest:
+    """Name of the swarm: SHA-256 of the canonical bytes with an empty signature."""
+    return digest(_unsigned_bytes(charter))
+
+
+def decode_charter(data: bytes) -> Charter:
+    """The charter in `data`, which may come from a stranger. Raises `CharterError` unless types, consistency,
+    protocol version and the founder's signature all hold."""
+    try:
+        charter = decode(data, Charter, max_bytes=MAX_CHARTER_BYTES)
+    except RemoteProtocolError as error:
+        raise CharterError(f"these bytes are no charter: {error}; ask for a new invite") from None
+    verify_charter(charter)
+    return charter
+
+
+def verify_charter(charter: Charter) -> None:
+    """Raise `CharterError` unless the charter is consistent, of this protocol version and signed by its
+    founder."""
+    if charter.protocol_version != PROTOCOL_VERSION:
+        newer = charter.protocol_version > PROTOCOL_VERSION
+        raise CharterError(
+            f"swarm {charter.name!r} speaks protocol version {charter.protocol_version}, this program "
+            f"{PROTOCOL_VERSION}: {'update this program' if newer else 'ask its founder to found it again'}"
+        )
+    _check_consistency(charter)
+    try:
+        signed = _signed_bytes(charter)
+    except LocalProtocolError as error:
+        raise CharterError(f"the charter is not valid: {error}") from None
+    if not verify(charter.founder, signed, charter.signature):
+        raise CharterError(
+            f"the signature of charter {charter.name!r} is not by its founder {charter.founder}"
+        )
+
+
+def is_member(charter: Charter, peer_id: PeerId) -> bool:
+    """Whether a peer may take part: everybody in an open swarm, else the listed members and the founder."""
+    return not charter.members or peer_id == charter.founder or peer_id in charter.members
+
+
+def canonical_json(value: object) -> str:
+    """The one JSON text of a value: sorted keys, no spaces, no escapes but the necessary. Raises
+    `CharterError` for what JSON cannot say (dates, NaN)."""
+    try:
+        text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+        text.encode("utf-8")
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CharterError(f"an environment config must hold plain TOML values only: {error}") from None
+    return text
+
+
+def _unsigned_bytes(charter: Charter) -> bytes:
+    return encode(msgspec.structs.replace(charter, signature=b""))
+
+
+def _signed_bytes(charter: Charter) -> bytes:
+    return framed("charter", _unsigned_bytes(charter))
+
+
+def _checked_keys(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy with config tables as JSON text. Unknown keys name the nearest valid one."""
+    allowed = set(Charter.__struct_fields__) - _MADE_BY_FOUNDING
+    _refuse_unknown(values, allowed, "the charter")
+    checked = dict(values)
+    for table, record in (("environments", EnvironmentSpec), ("tokenizers", TokenizerSpec)):
+        rows = checked.get(table, ())
+        if not isinstance(rows, list | tuple) or not all(isinstance(row, Mapping) for row in rows):
+            raise CharterError(f"{table!r} in the charter must be written as [[{table}]] tables")
+        for row in rows:
+            _refuse_unknown(row, record.__struct_fields__, f"[[{table}]]")
+    if "environments" in checked:
+        checked["environments"] = [_with_json_config(row) for row in checked["environments"]]
+    if isinstance(checked.get("rules"), Mapping):
+        _refuse_unknown(checked["rules"], VerificationRules.__struct_fields__, "[rules]")
+    return checked
+
+
+def _with_json_config(row: Mapping[str, Any]) -> dict[str, Any]:
+    config = row.get("config", {})
+    if not isinstance(config, Mapping):
+        raise CharterError(f"the config of environment {row.get('name')!r} must be a table of settings")
+    return {**row, "config": canonical_json(dict(config))}
+
+
+def _refuse_unknown(values: Mapping[str, Any], allowed: Collection[str], where: str) -> None:
+    for key in values:
+        if key in allowed:
+            continue
+        if key in _MADE_BY_FOUNDING:
+            raise CharterError(f"{key!r} in {where} is set when the swarm is founded; remove it")
+        near = difflib.get_close_matches(str(key), sorted(allowed), n=1, cutoff=0.0)
+        raise CharterError(f"unknown key {key!r} in {where}: did you mean {near[0]!r}?")
+
+
+def _check_consistency(charter: Charter) -> None:
+    """What types cannot say: sizes that fit each other, unique names, canonical configs."""
+    if charter.pool_size > charter.universe_size:
+        raise CharterError(
+            f"pool_size {charter.pool_size} is above universe_size {charter.universe_size}: a window selects "
+            "its pool from the universe; raise universe_size or lower pool_size"
+        )
+    if charter.slots_per_window > charter.pool_size:
+        raise CharterError(
+            f"slots_per_window {charter.slots_per_window} is above pool_size {charter.pool_size}: a node's "
+            "slots are taken from the pool; raise pool_size or lower slots_per_window"
+        )
+    _refuse_repeated([spec.name for spec in charter.environments], "environment name")
+    _refuse_repeated([spec.name for spec in charter.tokenizers], "tokenizer name")
+    _refuse_repeated([spec.digest for spec in charter.tokenizers], "tokenizer digest")
+    _refuse_repeated(charter.members, "member")
+    for tokenizer in charter.tokenizers:
+        if tokenizer.eos_token_id >= tokenizer.vocab_size:
+            raise CharterError(
+                f"eos_token_id {tokenizer.eos_token_id} of tokenizer {tokenizer.name!r} is not below its "
+                f"vocab_size {tokenizer.vocab_size}"
+            )
+    for environment in charter.environments:
+        if not _is_canonical_object(environment.config):
+            raise CharterError(
+                f"the config of environment {environment.name!r} is not canonical JSON of an object: "
+                f"{shown(environment.config)}"
+            )
+
+
+def _refuse_repeated(values: Collection[str], what: str) -> None:
+    if len(set(values)) != len(values):
+        twice = next(value for value in values if list(values).count(value) > 1)
+        raise CharterError(f"the {what} {twice!r} stands in the charter twice")
+
+
+def _is_canonical_object(text: str) -> bool:
+    """Whether `text` is a JSON object in its canonical form. Depth is checked before the recursive parser
+    runs."""
+    depth = deepest = 0
+    in_string = escaped = False
+    for character in text:
+        if in_string:
+            in_string = escaped or character != '"'
+            escaped = character == "\\" and not escaped
+        elif character == '"':
+            in_string = True
+        elif character in "[{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif character in "]}":
+            depth -= 1
+    if deepest > _MAX_CONFIG_DEPTH:
+        return False
+    try:
+        value = json.loads(text)
+        return isinstance(value, dict) and canonical_json(value) == text
+    except (ValueError, RecursionError, CharterError):
+        return False

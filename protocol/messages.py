@@ -1,0 +1,265 @@
+"""Every record that crosses a boundary, in the order of the flow: identity, charter, rollout, share, network.
+
+A record is frozen, typed and closed: an unknown field, a missing field or a wrong type is refused by
+`protocol.codec.decode`. Bounds stand in the types, so a record that exists is within them. Token arrays are
+raw little-endian bytes whose lengths are checked against each other by `node/verify/schema.py`, because a
+peer's count is never used to allocate.
+
+Units: `*_at` are integer milliseconds since 1970, `*_ms` milliseconds, `*_s` seconds. Digests are 64
+lower-case hex characters of SHA-256.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from protocol.constants import MAX_BLOB_BYTES, MAX_GROUP_ROLLOUTS, MAX_ROLLOUT_TOKENS, MAX_TEXT_CHARS
+
+__all__ = [
+    "Announcement",
+    "BlobRef",
+    "BlobReply",
+    "BlobRequest",
+    "Charter",
+    "Digest",
+    "EnvironmentSpec",
+    "FinishReason",
+    "Hello",
+    "HelloReply",
+    "Lineage",
+    "LineageHead",
+    "Name",
+    "PeerId",
+    "PeerRecord",
+    "PromptRef",
+    "ReconcileReply",
+    "ReconcileRequest",
+    "Record",
+    "Rollout",
+    "RolloutGroup",
+    "Sampling",
+    "TokenizerSpec",
+    "VerificationRules",
+]
+
+PeerId = Annotated[str, Meta(min_length=52, max_length=52, pattern=r"^12D3KooW[1-9A-HJ-NP-Za-km-z]+\Z")]
+"""Base58 text of an Ed25519 libp2p peer id; the public key is inside it."""
+Digest = Annotated[str, Meta(min_length=64, max_length=64, pattern=r"^[0-9a-f]{64}\Z")]
+Name = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.\-/]*\Z")]
+Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
+Uint = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Millis = Annotated[int, Meta(ge=0, le=2**53)]
+TokenBytes = Annotated[bytes, Meta(max_length=4 * MAX_ROLLOUT_TOKENS)]
+
+
+class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of every record: immutable, closed, comparable by value."""
+
+
+# --- charter: founder -> every node -------------------------------------------------------------------------
+
+
+class EnvironmentSpec(Record, frozen=True):
+    """One task of the swarm. `config` is canonical JSON text, so that hashing does not depend on a parser."""
+
+    name: Name
+    config: Annotated[str, Meta(max_length=8192)] = "{}"
+    weight: Annotated[int, Meta(ge=1, le=1000)] = 1
+
+
+class TokenizerSpec(Record, frozen=True):
+    """A tokenizer that may appear in this swarm. `digest` is SHA-256 of its `tokenizer.json`."""
+
+    name: Name
+    digest: Digest
+    vocab_size: Annotated[int, Meta(ge=1, le=2**24)]
+    eos_token_id: Annotated[int, Meta(ge=0, le=2**24)]
+
+
+class VerificationRules(Record, frozen=True):
+    """What a receiver checks beyond signatures and shapes; the same for all members."""
+
+    max_logprob_gap: Annotated[float, Meta(gt=0, le=100)] = 4.0
+    """Nats per token between the claimed log-probability and the receiver's own; above it: suspect."""
+    max_age_windows: Annotated[int, Meta(ge=1, le=1000)] = 3
+    """A group older than this many windows is stale."""
+    max_policy_lag: Annotated[int, Meta(ge=1, le=10_000)] = 64
+    """A group this many versions behind its lineage's newest announcement is stale."""
+
+
+class Charter(Record, frozen=True):
+    """The rules of one swarm. `swarm_id` is the SHA-256 of the canonical bytes with an empty signature."""
+
+    name: Name
+    protocol_version: Annotated[int, Meta(ge=1, le=1000)]
+    founder: PeerId
+    created_at: Millis
+    environments: Annotated[tuple[EnvironmentSpec, ...], Meta(min_length=1, max_length=64)]
+    tokenizers: Annotated[tuple[TokenizerSpec, ...], Meta(min_length=1, max_length=64)]
+    members: Annotated[tuple[PeerId, ...], Meta(max_length=10_000)] = ()
+    """Empty: open to everybody. Otherwise closed to all others."""
+    group_size: Annotated[int, Meta(ge=2, le=MAX_GROUP_ROLLOUTS)] = 8
+    max_new_tokens: Annotated[int, Meta(ge=1, le=MAX_ROLLOUT_TOKENS)] = 16
+    window_ms: Annotated[int, Meta(ge=1000, le=86_400_000)] = 10_000
+    universe_size: Annotated[int, Meta(ge=1, le=2**31)] = 4096
+    pool_size: Annotated[int, Meta(ge=1, le=2**20)] = 128
+    slots_per_window: Annotated[int, Meta(ge=1, le=2**20)] = 64
+    max_skip_share: Annotated[float, Meta(ge=0, le=1)] = 0.5
+    rules: VerificationRules = VerificationRules()
+    signature: Annotated[bytes, Meta(max_length=64)] = b""
+
+
+# --- rollout: engine -> environment -> share, train ---------------------------------------------------------
+
+
+class FinishReason(StrEnum):
+    """Why generation ended: the policy's end token, or the length cap."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+class Lineage(Record, frozen=True):
+    """One policy's chain of versions: who owns it, which weights it began with, which tokenizer it speaks."""
+
+    owner: PeerId
+    base_model: Digest
+    tokenizer: Digest
+
+
+class Sampling(Record, frozen=True):
+    """How tokens were drawn. `logprobs` of a rollout are after temperature and top-p."""
+
+    max_new_tokens: Annotated[int, Meta(ge=1, le=MAX_ROLLOUT_TOKENS)]
+    temperature: Annotated[float, Meta(gt=0, le=10)] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+
+
+class PromptRef(Record, frozen=True):
+    """Where a prompt comes from: slot of a peer's order in a window, and the universe index it must give."""
+
+    window: Uint
+    slot: Annotated[int, Meta(ge=0, le=2**20)]
+    index: Annotated[int, Meta(ge=0, le=2**31)]
+
+
+class Rollout(Record, frozen=True):
+    """One completion. T tokens, the end token included if `finish` is STOP.
+
+    `token_ids` T x uint32, `logprobs` T x float32 (behaviour policy, natural log), `versions` T x uint32, all
+    little-endian. `text` is what is scored (special tokens removed). `reward` is the author's claim:
+    receivers compare it, and use their own.
+    """
+
+    text: Text
+    token_ids: TokenBytes
+    logprobs: TokenBytes
+    versions: TokenBytes
+    finish: FinishReason
+    reward: float
+    seed: Uint
+
+
+class RolloutGroup(Record, frozen=True):
+    """The G rollouts of one prompt by one lineage: the body blob. worker -> train, share -> verify ->
+    pool."""
+
+    author: PeerId
+    lineage: Lineage
+    policy_version: Uint
+    """Newest version that produced a token of this group."""
+    environment: Name
+    prompt: PromptRef
+    question: Text
+    sampling: Sampling
+    engine: Name
+    dtype: Name
+    rollouts: Annotated[tuple[Rollout, ...], Meta(min_length=1, max_length=MAX_GROUP_ROLLOUTS)]
+
+
+# --- share: author -> gossip -> everybody -------------------------------------------------------------------
+
+
+class BlobRef(Record, frozen=True):
+    """Content-addressed bytes: SHA-256 and length."""
+
+    digest: Digest
+    size: Annotated[int, Meta(ge=1, le=MAX_BLOB_BYTES)]
+
+
+class Announcement(Record, frozen=True):
+    """The signed receipt of one slot. With `body` it offers the group; without, it shows that the slot was
+    answered and all rewards were alike (D4)."""
+
+    lineage: Lineage
+    policy_version: Uint
+    prompt: PromptRef
+    completions: Digest
+    """`protocol.codec.completions_digest` of the group's rollouts, independent of the author."""
+    rewards: Annotated[tuple[float, ...], Meta(min_length=1, max_length=MAX_GROUP_ROLLOUTS)]
+    body: BlobRef | None = None
+
+
+# --- network: node <-> node ---------------------------------------------------------------------------------
+
+
+class PeerRecord(Record, frozen=True):
+    """Who a node is: payload of its DHT record (one key per owner) and of the stream handshake."""
+
+    name: Name
+    protocol_version: Annotated[int, Meta(ge=0, le=2**31)]
+    addresses: Annotated[tuple[Annotated[str, Meta(max_length=256)], ...], Meta(max_length=16)]
+    lineage: Lineage | None
+
+
+class LineageHead(Record, frozen=True):
+    """Newest published version of a lineage, in the DHT under its owner."""
+
+    lineage: Lineage
+    policy_version: Uint
+
+
+class BlobRequest(Record, frozen=True):
+    """collector -> author, over a stream."""
+
+    digest: Digest
+
+
+class BlobReply(Record, frozen=True):
+    """author -> collector: the size that follows in frames, or 0 when the blob is not here (any more)."""
+
+    size: Annotated[int, Meta(ge=0, le=MAX_BLOB_BYTES)]
+
+
+class ReconcileRequest(Record, frozen=True):
+    """neighbour -> neighbour: short digests (8 bytes each) of the unexpired envelopes I hold on one topic."""
+
+    topic: Annotated[str, Meta(max_length=256)]
+    held: Annotated[bytes, Meta(max_length=8 * 65_536)]
+
+
+class ReconcileReply(Record, frozen=True):
+    """neighbour -> neighbour: how many envelopes follow, one a frame, that were missing from `held`."""
+
+    count: Annotated[int, Meta(ge=0, le=65_536)]
+
+
+class Hello(Record, frozen=True):
+    """connecting node -> connected node: which swarm I mean and who I am."""
+
+    swarm_id: Digest
+    peer: PeerRecord
+
+
+class HelloReply(Record, frozen=True):
+    """connected node -> connecting node: who I am, or one sentence why not (other swarm, version, not a
+    member)."""
+
+    peer: PeerRecord | None
+    clock_at: Millis
+    """The answering node's time: both sides learn when a clock is off."""
+    refusal: Annotated[str, Meta(max_length=256)] = ""

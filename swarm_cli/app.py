@@ -1,0 +1,46 @@
+"""The `swarm` command: names every verb and turns errors into one sentence and an exit code.
+
+Heavy imports sit inside the functions that need them, so `swarm --help` starts without torch. Data goes to stdout,
+talk to stderr. Exit codes: 0 done, 1 failed, 2 wrong input (config, key, path, address, charter), 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from protocol.errors import SwarmError
+from swarm_cli.commands import config, demo, doctor, join, key, model, monitor, run, status
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="swarm",
+    help="Train language models by reinforcement learning on a swarm of unequal machines.",
+    epilog="Exit codes: 0 done, 1 failed, 2 wrong input, 130 interrupted.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(demo.demo)
+app.command()(run.run)
+app.command()(join.join)
+app.command()(monitor.monitor)
+app.command()(status.status)
+app.command()(doctor.doctor)
+app.add_typer(key.app, name="key", help="This node's identity.")
+app.add_typer(config.app, name="config", help="Configuration: show, schema, path.")
+app.add_typer(model.app, name="model", help="Policies.")
+
+
+def main() -> None:
+    """Entry point. Returns through `sys.exit`."""
+    try:
+        app()
+    except SwarmError as error:
+        sys.stderr.write(f"swarm: {error}\n")
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.stderr.write("swarm: interrupted\n")
+        sys.exit(130)

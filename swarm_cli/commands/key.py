@@ -1,0 +1,35 @@
+"""`swarm key new | show`: the one key that is this node's identity. The private part is never printed."""
+
+from __future__ import annotations
+
+import typer
+
+from node.keys import create_key, load_key
+from node.paths import Home
+from swarm_cli.options import HomeOption, JsonOption, resolve
+from swarm_cli.output import write_json
+
+__all__ = ["app"]
+
+app = typer.Typer(no_args_is_help=True)
+
+
+@app.command()
+def new(home: HomeOption = None, json: JsonOption = False) -> None:
+    """Create the identity key (mode 0600); refuses to overwrite one."""
+    place = Home(resolve(None, None, home).home).create()
+    _tell(create_key(place.key).peer_id, str(place.key), json)
+
+
+@app.command()
+def show(home: HomeOption = None, json: JsonOption = False) -> None:
+    """Show the peer id of this node's key."""
+    place = Home(resolve(None, None, home).home)
+    _tell(load_key(place.key).peer_id, str(place.key), json)
+
+
+def _tell(peer_id: str, path: str, json: bool) -> None:
+    if json:
+        write_json({"peer_id": peer_id, "path": path})
+    else:
+        typer.echo(f"{peer_id}  ({path})")

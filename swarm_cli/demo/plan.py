@@ -1,0 +1,156 @@
+"""What a demo consists of: its nodes, their homes, keys, ports and the charter. Makes folders, starts nothing.
+
+Every node gets a home of its own under the demo's folder, and a complete configuration; the nodes then run exactly
+as a user's `swarm run --config <home>/node.json` would. With a seed the keys, and so the prompts, are the same again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from node.config import NodeConfig, load_config
+from node.keys import create_key
+from node.paths import Home, bundled
+from node.state import write_atomically
+from protocol.charter import charter_bytes, found
+from protocol.errors import ConfigError
+from protocol.identity import Identity
+from protocol.messages import Charter
+
+__all__ = ["DemoOptions", "DemoPlan", "DemoRole", "PlannedNode", "make_plan"]
+
+MODELS = ("wren", "starling", "rook")
+
+
+class DemoRole(StrEnum):
+    """What a planned process does."""
+
+    NODE = "node"
+    LIAR = "liar"
+
+
+@dataclass(frozen=True, slots=True)
+class DemoOptions:
+    """The command line of `swarm demo`."""
+
+    nodes: int = 3
+    steps: int = 100
+    seed: int = 1
+    transport: str = "hivemind"
+    with_liar: bool = False
+    verify: bool = True
+    solo: bool = False
+    solo_groups: int | None = None
+    engine: str = "transformers"
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedNode:
+    """One process of the demo."""
+
+    role: DemoRole
+    config: NodeConfig
+    identity: Identity
+    address: str
+
+    @property
+    def home(self) -> Home:
+        return Home(self.config.home)
+
+
+@dataclass(frozen=True, slots=True)
+class DemoPlan:
+    """All processes of the demo and the charter they share."""
+
+    options: DemoOptions
+    root: Path
+    charter: Charter
+    nodes: tuple[PlannedNode, ...]
+
+    @property
+    def honest(self) -> tuple[PlannedNode, ...]:
+        return tuple(node for node in self.nodes if node.role is DemoRole.NODE)
+
+
+def make_plan(options: DemoOptions, root: Path, now_ms: int, settings: dict[str, Any]) -> DemoPlan:
+    """Keys, ports, charter and configurations, written under `root`. Raises ConfigError."""
+    if not 1 <= options.nodes <= 16:
+        raise ConfigError(f"--nodes {options.nodes} is outside 1 to 16")
+    names = [_node_name(number) for number in range(options.nodes)] + ["liar"] * options.with_liar
+    identities = [Identity.from_seed(_seed_bytes(options.seed, name)) for name in names]
+    charter = found(identities[0], bundled("demo-charter.toml").read_text(encoding="utf-8"), now_ms)
+    addresses = _addresses(options.transport, identities)
+    nodes = []
+    for number, (name, identity, address) in enumerate(zip(names, identities, addresses, strict=True)):
+        role = DemoRole.LIAR if name == "liar" else DemoRole.NODE
+        home = Home(root / name).create()
+        create_key(home.key, identity)
+        write_atomically(home.charter, charter_bytes(charter))
+        config = load_config(
+            [Path("demo.toml")],
+            {
+                **settings,
+                **_overrides(options, number, name, home, addresses[:number], address),
+            },
+        )
+        write_atomically(home.root / "node.json", config.model_dump_json(indent=2).encode())
+        nodes.append(PlannedNode(role, config, identity, address))
+    return DemoPlan(options, root, charter, tuple(nodes))
+
+
+def _overrides(
+    options: DemoOptions, number: int, name: str, home: Home, bootstraps: list[str], address: str
+) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "name": name,
+        "home": str(home.root),
+        "charter": str(home.charter),
+        "seed": options.seed * 1000 + number,
+        "policy.path": f"models/{MODELS[number % len(MODELS)]}",
+        "rollout.engine": options.engine,
+        "network.transport": "none" if options.solo else options.transport,
+        "network.listen": address.partition("/p2p/")[0],
+        "network.bootstraps": bootstraps,
+        "train.steps": options.steps,
+        "verify.enabled": options.verify,
+    }
+    if options.solo:
+        values["train.external_groups"] = 0
+        if options.solo_groups is not None:
+            values["train.local_groups"] = options.solo_groups
+    return values
+
+
+def _addresses(transport: str, identities: list[Identity]) -> list[str]:
+    if transport == "memory":
+        return [f"/memory/p2p/{identity.peer_id}" for identity in identities]
+    ports = _free_ports(len(identities))
+    return [
+        f"/ip4/127.0.0.1/tcp/{port}/p2p/{identity.peer_id}" for port, identity in zip(ports, identities, strict=True)
+    ]
+
+
+def _node_name(number: int) -> str:
+    model = MODELS[number % len(MODELS)]
+    return model if number < len(MODELS) else f"{model}{number // len(MODELS) + 1}"
+
+
+def _seed_bytes(seed: int, name: str) -> bytes:
+    return hashlib.sha256(f"murmuration demo {seed} {name}".encode()).digest()
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports that are free now; all held open while choosing, so that they differ."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()

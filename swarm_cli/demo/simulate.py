@@ -1,0 +1,121 @@
+"""The demo in one process: the same nodes on the in-memory transport, a virtual clock and one torch thread.
+
+Work is done inline and costs a fixed virtual time per lane, so two runs with the same seed give the same events,
+measured seconds aside. Not a benchmark: virtual time says nothing about speed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import torch
+
+from node.build import (
+    load_charter,
+    open_decoders,
+    open_engine,
+    open_environments,
+    open_policy,
+    open_sandbox,
+    train_settings,
+)
+from node.clock import VirtualClock, run_virtual
+from node.compute import InlineCompute
+from node.events import Event, EventBus
+from node.node import Node, NodeParts
+from node.sandbox.scorer import Scorer
+from node.state import MemorySequence
+from node.telemetry import JsonlSink
+from node.train.step import Trainer
+from node.transport.links import LINKS
+from node.transport.memory import MemoryNetwork
+from protocol.charter import swarm_id
+from protocol.messages import Charter
+from protocol.records import record_validator
+from protocol.replay import ReplayCache
+from swarm_cli.demo.plan import DemoPlan, PlannedNode
+
+__all__ = ["simulate"]
+
+COSTS_S = {"generate": 0.15, "train": 0.2, "score": 0.005, "verify": 0.01, "evaluate": 1.0, "disk": 0.05}
+STOP_AFTER_S = 3.0
+"""Virtual seconds in which the last node's announcements still reach the others."""
+
+
+def simulate(plan: DemoPlan, show: Callable[[str, Event], None]) -> None:
+    """Run all nodes of `plan` to their end; events go to each node's metrics.jsonl and to `show`."""
+    torch.set_num_threads(1)
+    torch.manual_seed(plan.options.seed)
+    run_virtual(_simulate(plan, show))
+
+
+async def _simulate(plan: DemoPlan, show: Callable[[str, Event], None]) -> None:
+    clock = VirtualClock()
+    network = MemoryNetwork(plan.options.seed, LINKS["home"], clock)
+    charter = load_charter(plan.nodes[0].config, plan.nodes[0].identity, clock.now_ms())
+    sandbox = open_sandbox(plan.nodes[0].config, charter, open_environments(charter))
+    sinks: list[JsonlSink] = []
+    try:
+        nodes = [await _build(planned, charter, sandbox, network, clock, show, sinks) for planned in plan.honest]
+        async with asyncio.TaskGroup() as group:
+            for node in nodes:
+                group.create_task(node.run(), name=node.config.name)
+            group.create_task(_stop_all(nodes))
+    finally:
+        sandbox.close()
+        for sink in sinks:
+            sink.close()
+
+
+async def _stop_all(nodes: list[Node]) -> None:
+    for node in nodes:
+        await node.finished.wait()
+    await asyncio.sleep(STOP_AFTER_S)
+    for node in nodes:
+        node.stop("steps done")
+
+
+async def _build(
+    planned: PlannedNode,
+    charter: Charter,
+    sandbox: Scorer,
+    network: MemoryNetwork,
+    clock: VirtualClock,
+    show: Callable[[str, Event], None],
+    sinks: list[JsonlSink],
+) -> Node:
+    config = planned.config
+    run_dir = planned.home.run(config.run).create()
+    bus = EventBus()
+    sink = JsonlSink(run_dir.metrics)
+    sinks.append(sink)
+    bus.subscribe(sink)
+    bus.subscribe(lambda event: show(config.name, event))
+    policy = open_policy(config, charter)
+    settings = train_settings(config, charter)
+    transport = None
+    if config.network.transport != "none":
+        transport = network.transport(
+            planned.identity.peer_id, validate_record=record_validator(swarm_id(charter), clock.now_ms)
+        )
+        await transport.start()
+    parts = NodeParts(
+        identity=planned.identity,
+        charter=charter,
+        policy=policy,
+        settings=settings,
+        trainer=Trainer(policy, settings),
+        engine=open_engine(config, policy),
+        environments=open_environments(charter),
+        sandbox=sandbox,
+        decoders=open_decoders(policy, charter),
+        transport=transport,
+        sequence=MemorySequence(clock.now_ms()),
+        replay=ReplayCache(),
+        clock=clock,
+        compute=InlineCompute(COSTS_S),
+        bus=bus,
+        rss_bytes=lambda: 0,
+    )
+    return Node(config, parts)

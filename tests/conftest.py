@@ -1,0 +1,116 @@
+"""Fixtures that several folders share: tiny random policies, made once per session in a temporary folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import string
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CHARACTERS = string.digits + string.ascii_lowercase + " +-=,"
+
+
+def write_tiny_policy(folder: Path, characters: str = CHARACTERS, seed: int = 0, hidden: int = 32) -> Path:
+    """A Llama-type policy with random weights: one token per character, template `<q>question<a>`, end
+    `<end>`."""
+    import torch
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    specials = ["<pad>", "<end>", "<q>", "<a>"]
+    vocab = {token: place for place, token in enumerate([*specials, "<unk>", *characters])}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(specials)
+
+    state = torch.random.get_rng_state()
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(vocab),
+            hidden_size=hidden,
+            intermediate_size=2 * hidden,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=128,
+            initializer_range=0.3,
+            tie_word_embeddings=True,
+            pad_token_id=0,
+            bos_token_id=None,
+            eos_token_id=1,
+        )
+    )
+    torch.random.set_rng_state(state)
+    model.save_pretrained(folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(
+            {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "eos_token": "<end>",
+                "pad_token": "<pad>",
+                "unk_token": "<unk>",
+                "chat_template": "{% for message in messages %}<q>{{ message['content'] }}{% endfor %}"
+                "{% if add_generation_prompt %}<a>{% endif %}",
+            }
+        )
+    )
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_policy_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the tiny policy."""
+    return write_tiny_policy(tmp_path_factory.mktemp("policies") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def other_policy_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a policy with another tokenizer and other weights."""
+    return write_tiny_policy(tmp_path_factory.mktemp("policies") / "other", CHARACTERS[::-1], seed=1)
+
+
+@pytest.fixture
+def make_tiny_policy(tmp_path: Path) -> Callable[[], Path]:
+    """Writes a fresh folder that the test may damage."""
+    return lambda: write_tiny_policy(tmp_path / "policy")
+
+
+@pytest.fixture
+def make_training_group() -> Callable[..., Any]:
+    """Builds a `TrainingGroup` with seeded tokens and log-probabilities; keyword arguments replace its
+    fields."""
+    import numpy as np
+
+    from node.train.groups import OWN_SOURCE, TrainingGroup, TrainingRollout
+    from node.train.settings import Treatment
+    from node.weight.advantage import grpo
+
+    def make(source: str = OWN_SOURCE, size: int = 4, seed: int = 0, **fields: Any) -> TrainingGroup:
+        draw = np.random.default_rng(seed)
+        rollouts = []
+        for _ in range(size):
+            length = int(draw.integers(1, 7))
+            behaviour_T = -3 * draw.random(length, dtype=np.float32) - 1
+            rollouts.append(
+                TrainingRollout(draw.integers(5, 46, length), float(behaviour_T.sum()), behaviour_T)
+            )
+        rewards = tuple(float(reward) for reward in draw.random(size))
+        group = TrainingGroup(
+            source=source,
+            group=f"group{seed}",
+            prompt_ids=(2, *(int(token) for token in draw.integers(5, 46, int(draw.integers(1, 6)))), 3),
+            rollouts=tuple(rollouts),
+            rewards=rewards,
+            advantages=grpo(rewards),
+            treatment=Treatment.OWN if source == OWN_SOURCE else Treatment.COMPAT,
+        )
+        return dataclasses.replace(group, **fields)
+
+    return make

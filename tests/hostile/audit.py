@@ -1,0 +1,53 @@
+"""A test plug-in that fails whatever test lets an unpickler look up a name.
+
+Enabled by `pytest_plugins = ["tests.hostile.audit"]` in `tests/conftest.py`. Every unpickler of CPython, in C
+or Python, raises the audit event `pickle.find_class` before it imports anything, so code execution through a
+pickle cannot pass unseen, whichever library holds the unpickler. A test that unpickles its own bytes on
+purpose asks for the fixture `unpickling_allowed`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+__all__ = ["no_unpickling", "unpickling_allowed"]
+
+_seen: list[str] = []
+_installed = False
+
+
+def _hook(event: str, args: tuple[object, ...]) -> None:
+    if event == "pickle.find_class":
+        _seen.append(".".join(map(str, args)))
+
+
+def _install() -> None:
+    """Once per process: an audit hook cannot be removed."""
+    global _installed
+    if not _installed:
+        sys.addaudithook(_hook)
+        _installed = True
+
+
+@pytest.fixture
+def unpickling_allowed() -> Iterator[list[str]]:
+    """The names that this test unpickles; they do not fail it."""
+    _install()
+    _seen.clear()
+    yield _seen
+    _seen.clear()
+
+
+@pytest.fixture(autouse=True)
+def no_unpickling() -> Iterator[None]:
+    """Fail the test when anything in it looked up a name for an unpickler."""
+    _install()
+    _seen.clear()
+    yield
+    looked_up = list(_seen)
+    _seen.clear()
+    if looked_up:
+        pytest.fail(f"an unpickler looked up {', '.join(looked_up)}: no peer's bytes may reach one")

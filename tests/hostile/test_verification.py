@@ -1,0 +1,334 @@
+"""Groups that lie, through the real pipeline: real tasks, the real sandbox, real slots.
+
+Items 19 and 22 of the list of hostile inputs, the four lies of the demo's liar, and bytes that mean nothing.
+The proof is always the same: the group is refused for the right reason, its author is blamed, and the node
+goes on to accept an honest group.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import string
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from node.compute import InlineCompute
+from node.rollout.environment import DEMO_ENVIRONMENTS, open_environment
+from node.rollout.prompts import Universe
+from node.sandbox.scorer import Scorer
+from node.verify.base import Candidate, Judgement
+from node.verify.pipeline import Verifier
+from protocol.charter import swarm_id
+from protocol.codec import encode
+from protocol.messages import (
+    Charter,
+    EnvironmentSpec,
+    FinishReason,
+    Lineage,
+    PeerId,
+    PromptRef,
+    Rollout,
+    RolloutGroup,
+    Sampling,
+    TokenizerSpec,
+)
+from protocol.prompts import slots
+from swarm_cli.liar import Liar, Lie
+from tests.node.verify.world import EPOCH_MS, FixedClock, announcement_of, candidate, fingerprint, identity
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")]
+
+replace = msgspec.structs.replace
+ALICE, MALLORY = identity("alice").peer_id, identity("mallory").peer_id
+EOS, VOCAB = 0, 128
+COUNTDOWN = "reasoning_gym/countdown"
+TOKENIZER = TokenizerSpec(
+    name="characters", digest=fingerprint("characters"), vocab_size=VOCAB, eos_token_id=EOS
+)
+CHARTER = Charter(
+    name="hostile",
+    protocol_version=1,
+    founder=ALICE,
+    created_at=EPOCH_MS - 1_000_000,
+    environments=(
+        *DEMO_ENVIRONMENTS,
+        EnvironmentSpec(name=COUNTDOWN),
+    ),
+    tokenizers=(TOKENIZER,),
+    max_new_tokens=256,
+    pool_size=64,
+    slots_per_window=32,
+)
+SWARM_ID = swarm_id(CHARTER)
+
+
+@functools.cache
+def universe() -> Universe:
+    specs = CHARTER.environments
+    return Universe(
+        SWARM_ID,
+        CHARTER,
+        {spec.name: open_environment(spec.name, msgspec.json.decode(spec.config)) for spec in specs},
+    )
+
+
+@pytest.fixture(scope="module")
+def scorer() -> Iterator[Scorer]:
+    with Scorer(CHARTER.environments) as running:
+        yield running
+
+
+@pytest.fixture
+def verifier(scorer: Scorer) -> Verifier:
+    return make_verifier(scorer)
+
+
+def make_verifier(scorer: Scorer, *, enabled: bool = True) -> Verifier:
+    return Verifier(
+        CHARTER,
+        SWARM_ID,
+        clock=FixedClock(EPOCH_MS),
+        compute=InlineCompute({}),
+        item_at=universe().item,
+        scorer=scorer,
+        decoders={TOKENIZER.digest: lambda ids: "".join(chr(each) for each in ids if each != EOS)},
+        enabled=enabled,
+    )
+
+
+def written(text: str, reward: float, policy: str = "") -> Rollout:
+    """A rollout of one token per character; each prefix has its log-probability under `policy`."""
+    ids = [*text.encode("ascii"), EOS]
+    prefixes = [f"{policy} {ids[: place + 1]}" for place in range(len(ids))]
+    logprobs = [-random.Random(each).expovariate(2.0) for each in prefixes]
+    return Rollout(
+        text=text,
+        token_ids=np.asarray(ids, dtype="<u4").tobytes(),
+        logprobs=np.asarray(logprobs, dtype="<f4").tobytes(),
+        versions=np.full(len(ids), 3, dtype="<u4").tobytes(),
+        finish=FinishReason.STOP,
+        reward=reward,
+        seed=0,
+    )
+
+
+def honest(author: PeerId, slot: int, environment: str = "") -> RolloutGroup:
+    """Right and wrong answers in turn, in the first slot from `slot` on that belongs to `environment`."""
+    derived = slots(SWARM_ID, CHARTER, 100, author)
+    while environment and universe().item(derived[slot]).environment != environment:
+        slot += 1
+    item = universe().item(derived[slot])
+    right = str(item.entry["answer"])
+    letters = random.Random(f"{author} {slot}").sample(string.ascii_letters, 4)
+    wrong = [f"{right}{letter}" for letter in letters]
+    texts = [right if place % 2 else wrong[place // 2] for place in range(CHARTER.group_size)]
+    return RolloutGroup(
+        author=author,
+        lineage=Lineage(owner=author, base_model=fingerprint(author), tokenizer=TOKENIZER.digest),
+        policy_version=3,
+        environment=item.environment,
+        prompt=PromptRef(window=100, slot=slot, index=derived[slot]),
+        question=item.text,
+        sampling=Sampling(max_new_tokens=CHARTER.max_new_tokens),
+        engine="test",
+        dtype="float32",
+        rollouts=tuple(written(text, float(text == right), f"{author} {slot}") for text in texts),
+    )
+
+
+def changed(group: RolloutGroup, **changes: Any) -> RolloutGroup:
+    return replace(group, rollouts=(replace(group.rollouts[0], **changes), *group.rollouts[1:]))
+
+
+async def refused(verifier: Verifier, lie: RolloutGroup | Candidate) -> str:
+    """The reason; the author is blamed, and an honest group is still accepted afterwards."""
+    item = candidate(lie) if isinstance(lie, RolloutGroup) else lie
+    judgement = await verifier.judge(item)
+    assert not judgement.accepted
+    assert judgement.blames_author
+    assert (await verifier.judge(candidate(honest(ALICE, 0)))).accepted
+    return judgement.reason
+
+
+@pytest.mark.parametrize("environment", [each.name for each in DEMO_ENVIRONMENTS])
+async def test_honest_groups_of_every_task_are_accepted(verifier, environment):
+    group = honest(MALLORY, 0, environment)
+    judgement = await verifier.judge(candidate(group))
+    assert judgement.accepted
+    assert set(judgement.suspicions) <= {"skipped_too_much"}  # no receipts of the slots before
+    assert judgement.rewards == tuple(each.reward for each in group.rollouts) == (0.0, 1.0) * 4
+
+
+# --- item 19: rewards and prompts ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("environment", [each.name for each in DEMO_ENVIRONMENTS])
+async def test_claimed_rewards_are_never_used(verifier, environment):
+    group = honest(MALLORY, 0, environment)
+    claims = tuple(replace(each, reward=1.0) for each in group.rollouts)
+    assert await refused(verifier, replace(group, rollouts=claims)) == "false_reward"
+
+
+async def test_unfinished_answers_earn_nothing(verifier):
+    """A right answer that was cut at the limit is no right answer, whatever its author claims."""
+    group = honest(MALLORY, 0)
+    right = group.rollouts[1]
+    padded = right.text + " " * (CHARTER.max_new_tokens - len(right.text))
+    cut = written(padded[:-1], 1.0)
+    ids = np.frombuffer(cut.token_ids, dtype="<u4").copy()
+    ids[-1] = ord(" ")
+    cut = replace(cut, text=padded, token_ids=ids.tobytes(), finish=FinishReason.LENGTH)
+    lie = replace(group, rollouts=(group.rollouts[0], cut, *group.rollouts[2:]))
+    assert await refused(verifier, lie) == "false_reward"
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        lambda mine, theirs: replace(mine, slot=mine.slot + 1),
+        lambda mine, theirs: replace(mine, window=mine.window - 1),
+        lambda mine, theirs: replace(mine, index=mine.index + 1),
+        lambda mine, theirs: replace(mine, slot=CHARTER.slots_per_window),
+        lambda mine, theirs: theirs,
+    ],
+    ids=["another slot", "another window", "another index", "a slot too many", "a neighbour's slot"],
+)
+async def test_prompts_not_derived_from_swarm_window_and_peer(verifier, prompt):
+    group = honest(MALLORY, 2)
+    lie = replace(group, prompt=prompt(group.prompt, honest(ALICE, 2).prompt))
+    assert await refused(verifier, lie) == "tampered_prompt"
+
+
+async def test_an_answer_that_is_a_program_is_scored_without_harm(verifier, tmp_path):
+    """countdown evaluates the answer. Weak sandboxes refuse the task, which blames nobody."""
+    target = tmp_path / "touched"
+    group = honest(MALLORY, 0, COUNTDOWN)
+    attack = written(f"__import__('os').system('touch {target}')", 1.0)
+    judgement = await verifier.judge(candidate(replace(group, rollouts=(attack, *group.rollouts[1:]))))
+    assert not judgement.accepted
+    assert judgement.reason in {"scorer_forbidden", "scorer_crashed", "false_reward", "scorer_refused"}
+    assert not target.exists()
+
+
+# --- the demo's liar ----------------------------------------------------------------------------------------
+
+
+async def lie_of(verifier: Verifier, kind: Lie) -> Judgement:
+    liar = Liar(CHARTER, SWARM_ID, honest(MALLORY, 0).lineage)
+    mine = slots(SWARM_ID, CHARTER, 100, MALLORY)
+    theirs = slots(SWARM_ID, CHARTER, 100, ALICE)
+    group = honest(MALLORY, 0)
+    if kind is Lie.COPY:
+        group = honest(ALICE, next(slot for slot, index in enumerate(theirs) if index in mine))
+        assert (await verifier.judge(candidate(group, EPOCH_MS))).accepted
+    made = liar.lie(kind, group)
+    assert made is not None
+    announcement, body = made
+    return await verifier.judge(Candidate(MALLORY, announcement, body, EPOCH_MS + 1))
+
+
+@pytest.mark.parametrize("kind", list(Lie))
+async def test_every_lie_is_refused_for_its_own_reason_and_believed_without_verification(scorer, kind):
+    checked = await lie_of(make_verifier(scorer), kind)
+    assert (checked.accepted, checked.reason, checked.blames_author) == (False, kind.reason, True)
+    believed = await lie_of(make_verifier(scorer, enabled=False), kind)
+    assert believed.accepted
+    assert len(set(believed.rewards)) > 1
+
+
+# --- item 22: values that would reach the optimiser ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (np.nan, "not_finite"),
+        (np.inf, "not_finite"),
+        (-np.inf, "not_finite"),
+        (1e30, "positive_logprob"),
+        (-1e30, "impossible_logprobs"),
+        (0.5, "positive_logprob"),
+    ],
+)
+async def test_bad_log_probabilities(verifier, value, reason):
+    group = honest(MALLORY, 0)
+    logprobs = np.frombuffer(group.rollouts[0].logprobs, dtype="<f4").copy()
+    logprobs[1] = value
+    assert await refused(verifier, changed(group, logprobs=logprobs.tobytes())) == reason
+
+
+@pytest.mark.parametrize(
+    ("token", "reason"), [(VOCAB, "token_range"), (2**32 - 1, "token_range"), (EOS, "termination")]
+)
+async def test_bad_token_ids(verifier, token, reason):
+    group = honest(MALLORY, 0)
+    ids = np.frombuffer(group.rollouts[0].token_ids, dtype="<u4").copy()
+    ids[0] = token
+    assert await refused(verifier, changed(group, token_ids=ids.tobytes())) == reason
+
+
+@pytest.mark.parametrize("reward", [np.nan, np.inf, -np.inf])
+async def test_rewards_that_are_no_canonical_floats(verifier, reward):
+    group = honest(MALLORY, 0)
+    body = msgspec.msgpack.encode(changed(group, reward=float(reward)))
+    announcement = replace(announcement_of(group, body), rewards=(0.0,) * 8)
+    assert await refused(verifier, Candidate(MALLORY, announcement, body, EPOCH_MS)) == "not_finite"
+
+
+async def test_a_huge_reward_is_a_false_one(verifier):
+    assert await refused(verifier, changed(honest(MALLORY, 0), reward=1e30)) == "false_reward"
+
+
+@pytest.mark.parametrize("field", ["token_ids", "logprobs", "versions"])
+@pytest.mark.parametrize("cut", [1, 4])
+async def test_arrays_of_wrong_length(verifier, field, cut):
+    group = honest(MALLORY, 0)
+    short = getattr(group.rollouts[0], field)[:-cut]
+    assert await refused(verifier, changed(group, **{field: short})) == "array_length"
+
+
+# --- bytes that mean nothing --------------------------------------------------------------------------------
+
+
+def mutated(body: bytes, rng: random.Random) -> bytes:
+    data = bytearray(body)
+    for _ in range(rng.choice((1, 1, 2, 8))):
+        at = rng.randrange(len(data))
+        match rng.randrange(4):
+            case 0:
+                data[at] ^= 1 << rng.randrange(8)
+            case 1:
+                data[at] = rng.randrange(256)
+            case 2:
+                del data[at : at + rng.randrange(1, 9)]
+            case _:
+                data[at:at] = rng.randbytes(rng.randrange(1, 9))
+    return bytes(data)
+
+
+async def test_mutated_bodies_raise_nothing_and_take_no_time(scorer):
+    """Announced with the right digest, so that the whole pipeline sees them. A mutation of what does not
+    matter (an engine's name, say) may be accepted; the rewards are then our own."""
+    rng = random.Random(22)
+    group = honest(MALLORY, 0)
+    body = encode(group)
+    rewards = tuple(each.reward for each in group.rollouts)
+    slowest_s = 0.0
+    for _ in range(1500):
+        verifier = make_verifier(scorer)
+        broken = mutated(body, rng)
+        item = Candidate(MALLORY, announcement_of(group, broken), broken, EPOCH_MS)
+        started_s = time.process_time()
+        judgement = await verifier.judge(item)
+        slowest_s = max(slowest_s, time.process_time() - started_s)
+        assert judgement.accepted == (judgement.reason == "")
+        if judgement.accepted:
+            assert judgement.rewards == rewards
+    assert slowest_s < 0.05

@@ -1,0 +1,251 @@
+"""The node's side of scoring: the scores of in-process scoring, typed failures, replacement, no orphans."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from node.rollout.environment import Completion, open_environment
+from node.sandbox import FailureReason, SandboxLimits, ScoredGroup, ScoreFailure, Scorer
+from node.sandbox.records import ForkResult, ForkStatus, Outcome
+from node.sandbox.scorer import _read_outcome
+from protocol.errors import SandboxError
+from protocol.messages import EnvironmentSpec
+
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
+
+SPELL, COUNTDOWN = "reasoning_gym/spell_backward", "reasoning_gym/countdown"
+CONFIG = {"min_word_len": 3, "max_word_len": 5}
+SPECS = [EnvironmentSpec(SPELL, '{"max_word_len":5,"min_word_len":3}'), EnvironmentSpec(COUNTDOWN)]
+
+
+@pytest.fixture(scope="module")
+def scorer() -> Iterator[Scorer]:
+    with Scorer(SPECS) as started:
+        yield started
+
+
+def completions(*texts: str, finished: bool = True) -> list[Completion]:
+    return [Completion(text, finished) for text in texts]
+
+
+@linux_only
+@pytest.mark.slow
+def test_scores_equal_those_computed_in_process(scorer: Scorer) -> None:
+    environment = open_environment(SPELL, CONFIG)
+    for index in range(5):
+        prompt = environment.prompt(11, index)
+        group = completions(str(prompt.entry["answer"]), "no", "") + completions("x", finished=False)
+        result = scorer.score(SPELL, 11, index, group)
+        assert result == ScoredGroup(tuple(environment.score(prompt, each) for each in group))
+        assert isinstance(result, ScoredGroup)
+        assert result.scores[0].reward == 1.0
+
+
+@linux_only
+@pytest.mark.slow
+def test_an_empty_group_has_no_scores(scorer: Scorer) -> None:
+    assert scorer.score(SPELL, 0, 0, []) == ScoredGroup(())
+    assert scorer.score(COUNTDOWN, 0, 0, []) == ScoredGroup(())
+
+
+@linux_only
+@pytest.mark.slow
+def test_threads_get_their_own_answers(scorer: Scorer) -> None:
+    environment = open_environment(SPELL, CONFIG)
+    words = [str(environment.prompt(1, index).entry["answer"]) for index in range(8)]
+    results: dict[int, ScoredGroup | ScoreFailure] = {}
+
+    def ask(index: int) -> None:
+        results[index] = scorer.score(SPELL, 1, index, completions(words[index]))
+
+    threads = [threading.Thread(target=ask, args=(index,)) for index in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    for index in range(8):
+        result = results[index]
+        assert isinstance(result, ScoredGroup)
+        assert result.scores[0].reward == 1.0
+
+
+@linux_only
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("group", "detail"),
+    [
+        (completions("a", "\ud800"), "not valid Unicode"),
+        (completions("x" * 300_000), "300000 bytes, more than 262144"),
+        (completions(*["a"] * 65), "65 completions, more than 64"),
+    ],
+)
+def test_what_needs_no_worker_to_be_refused(scorer: Scorer, group: list[Completion], detail: str) -> None:
+    before = scorer.failures_by_reason[FailureReason.MALFORMED]
+    result = scorer.score(SPELL, 0, 0, group)
+    assert isinstance(result, ScoreFailure)
+    assert (result.reason, result.detail) == (FailureReason.MALFORMED, detail)
+    assert scorer.failures_by_reason[FailureReason.MALFORMED] == before + 1
+
+
+@linux_only
+@pytest.mark.slow
+def test_a_broken_prompt_is_nobodys_fault(scorer: Scorer) -> None:
+    """Seeds below zero are refused by the environment; the worker goes on."""
+    result = scorer.score(SPELL, -1, 0, completions("a"))
+    assert result == ScoreFailure(FailureReason.UNAVAILABLE, "ValueError")
+    assert not FailureReason.UNAVAILABLE.is_authors_fault
+    assert isinstance(scorer.score(SPELL, 0, 0, completions("a")), ScoredGroup)
+    unknown = scorer.score("reasoning_gym/sudoku", 0, 0, completions("a"))
+    assert isinstance(unknown, ScoreFailure)
+    assert unknown.reason is FailureReason.UNAVAILABLE
+
+
+@linux_only
+@pytest.mark.slow
+def test_a_dead_worker_is_replaced_with_growing_pauses() -> None:
+    now_s = 100.0
+    with Scorer(SPECS[:1], monotonic_s=lambda: now_s) as scorer:
+
+        def kill_and_ask() -> ScoredGroup | ScoreFailure:
+            pid = scorer.worker_pid
+            assert pid is not None
+            processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+            os.kill(processes[-1].pid, signal.SIGKILL)
+            psutil.wait_procs(processes[1:], timeout=10)
+            return scorer.score(SPELL, 0, 0, completions("a"))
+
+        first = kill_and_ask()
+        assert isinstance(first, ScoreFailure)
+        assert first.reason is FailureReason.UNAVAILABLE
+        scorer._pause_s = 4.0  # as after several deaths in a row
+        scorer._retry_at_s = now_s + 4.0
+        waiting = scorer.score(SPELL, 0, 0, completions("a"))
+        assert isinstance(waiting, ScoreFailure)
+        assert waiting.reason is FailureReason.UNAVAILABLE
+        assert (scorer.restarts, scorer.worker_pid) == (0, None)
+        now_s += 4.0
+        assert isinstance(scorer.score(SPELL, 0, 0, completions("a")), ScoredGroup)
+        assert scorer.restarts == 1
+        assert scorer.failures_by_reason == {FailureReason.UNAVAILABLE: 2}
+
+
+@linux_only
+@pytest.mark.slow
+def test_close_leaves_no_process() -> None:
+    scorer = Scorer(SPECS[:1])
+    scorer.start()
+    assert scorer.worker_pid is not None
+    processes = [
+        psutil.Process(scorer.worker_pid),
+        *psutil.Process(scorer.worker_pid).children(recursive=True),
+    ]
+    assert len(processes) == 3
+    scorer.close()
+    assert psutil.wait_procs(processes, timeout=5)[1] == []
+    scorer.close()
+    closed = scorer.score(SPELL, 0, 0, completions("a"))
+    assert closed == ScoreFailure(FailureReason.UNAVAILABLE, "the scorer is not running")
+    with pytest.raises(SandboxError, match="closed"):
+        scorer.start()
+
+
+@linux_only
+@pytest.mark.slow
+def test_close_does_not_wait_for_an_endless_answer() -> None:
+    scorer = Scorer(SPECS[1:], SandboxLimits(cpu_s=90, wall_s=90, request_s=90))
+    scorer.start()
+    assert scorer.worker_pid is not None
+    worker = psutil.Process(scorer.worker_pid)
+    processes = [worker, *worker.children(recursive=True)]
+    results: list[ScoredGroup | ScoreFailure] = []
+    endless = completions("9**9**9")
+    thread = threading.Thread(target=lambda: results.append(scorer.score(COUNTDOWN, 0, 0, endless)))
+    thread.start()
+    while not scorer._lock.locked():
+        thread.join(timeout=0.001)
+    scorer.close()
+    thread.join(timeout=5)
+    assert psutil.wait_procs(processes, timeout=5)[1] == []
+    assert isinstance(results[0], ScoreFailure)
+    assert results[0].reason is FailureReason.UNAVAILABLE
+
+
+@linux_only
+@pytest.mark.slow
+def test_killing_the_node_ends_the_worker_even_amid_an_endless_answer() -> None:
+    code = (
+        "import sys, threading\n"
+        "from node.rollout.environment import Completion\n"
+        "from protocol.messages import EnvironmentSpec\n"
+        "from node.sandbox import SandboxLimits, Scorer\n"
+        "limits = SandboxLimits(cpu_s=90, wall_s=90, request_s=90)\n"
+        f"scorer = Scorer([EnvironmentSpec({COUNTDOWN!r})], limits)\n"
+        "scorer.start()\n"
+        f"work = lambda: scorer.score({COUNTDOWN!r}, 0, 0, [Completion('9**9**9', True)])\n"
+        "threading.Thread(target=work).start()\n"
+        "sys.stdout.write(f'{scorer.worker_pid}\\n'); sys.stdout.flush()\n"
+    )
+    root = Path(__file__).parents[3]
+    node = subprocess.Popen([sys.executable, "-c", code], cwd=root, stdout=subprocess.PIPE, text=True)
+    try:
+        assert node.stdout is not None
+        worker = psutil.Process(int(node.stdout.readline()))
+        processes = [worker, *worker.children(recursive=True)]
+        node.send_signal(signal.SIGKILL)
+        node.communicate(timeout=10)
+        assert psutil.wait_procs(processes, timeout=10)[1] == []
+    finally:
+        node.kill()
+
+
+@linux_only
+@pytest.mark.slow
+def test_an_environment_that_cannot_be_opened_says_why() -> None:
+    with pytest.raises(SandboxError, match="no setting 'word'"):
+        Scorer([EnvironmentSpec(SPELL, '{"word":1}')]).start()
+
+
+def test_specs_are_checked_before_any_process() -> None:
+    with pytest.raises(SandboxError, match="not JSON"):
+        Scorer([EnvironmentSpec(SPELL, "{")])
+    with pytest.raises(SandboxError, match="JSON object"):
+        Scorer([EnvironmentSpec(SPELL, "[]")])
+    with pytest.raises(SandboxError, match="different names"):
+        Scorer([SPECS[0], SPECS[0]])
+
+
+def test_before_start_nothing_is_scored() -> None:
+    scorer = Scorer(SPECS)
+    result = scorer.score(SPELL, 0, 0, completions("a"))
+    assert result == ScoreFailure(FailureReason.UNAVAILABLE, "the scorer is not running")
+    with pytest.raises(SandboxError, match="start"):
+        _ = scorer.report
+
+
+@pytest.mark.parametrize(
+    ("status", "reason"),
+    [(status, FailureReason(status.value)) for status in ForkStatus if status.value in set(FailureReason)],
+)
+def test_each_end_of_a_fork_has_its_reason(status: ForkStatus, reason: FailureReason) -> None:
+    outcome = Outcome(1, (ForkResult(3, 1, status, "why", b""),))
+    assert _read_outcome(outcome, 4) == ScoreFailure(reason, "why", 3)
+
+
+def test_missing_results_are_malformed() -> None:
+    result = _read_outcome(Outcome(1, ()), 2)
+    assert isinstance(result, ScoreFailure)
+    assert result.reason is FailureReason.MALFORMED
+
+
+def test_limits_have_room_for_the_worst_honest_answer() -> None:
+    limits = SandboxLimits()
+    assert limits.cpu_s < limits.wall_s < limits.request_s

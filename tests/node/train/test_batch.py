@@ -1,0 +1,104 @@
+"""Collation: padding, denominators per source, trust in numerators only."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from node.rollout.policy import Policy
+from node.train.batch import collate
+from node.train.groups import TrainingRollout
+from node.train.objectives import Aggregation, DppoTv
+from node.train.settings import TrainSettings, Treatment
+
+Make = Callable[..., Any]
+SETTINGS = TrainSettings()
+
+
+def lengths(group: Any) -> list[int]:
+    return [len(rollout.tokens_T) for rollout in group.rollouts]
+
+
+def test_padding_by_hand(policy: Policy, make_training_group: Make) -> None:
+    first = TrainingRollout(np.array([7, 8, 1]), -1.5, np.array([-1.0, -0.25, -0.25], np.float32))
+    second = TrainingRollout(
+        np.array([9]), -2.0, np.array([-2.0], np.float32), ingestion_T=np.array([-3.0], np.float32)
+    )
+    group = make_training_group(
+        prompt_ids=(2, 5, 3),
+        rollouts=(first, second),
+        rewards=(1.0, 0.0),
+        advantages=(0.5, -0.5),
+        temperature=0.7,
+    )
+    batch = collate([group, dataclasses.replace(group, prompt_ids=(2, 3))], SETTINGS, policy)
+    assert batch.tokens_BL.tolist() == [
+        [2, 5, 3, 7, 8, 1],
+        [2, 5, 3, 9, 0, 0],
+        [2, 3, 7, 8, 1, 0],
+        [2, 3, 9, 0, 0, 0],
+    ]
+    assert batch.starts_B.tolist() == [3, 3, 2, 2]
+    assert batch.targets_BT.tolist()[:2] == [[7, 8, 1], [9, 0, 0]]
+    assert batch.mask_BT.tolist()[:2] == [[True, True, True], [True, False, False]]
+    assert batch.behaviour_BT.tolist()[:2] == [[-1.0, -0.25, -0.25], [-2.0, 0.0, 0.0]]
+    assert batch.behaviour_sum_B.tolist()[:2] == [-1.5, -2.0]
+    assert batch.ingestion_BT[0].isnan().all()
+    assert batch.ingestion_BT[1, 0] == -3.0
+    assert batch.advantages_B.tolist() == [0.5, -0.5, 0.5, -0.5]
+    assert batch.temperature_B.tolist() == pytest.approx([0.7] * 4)
+    assert batch.own_mean_logprobs_N.tolist() == [-0.5, -2.0, -0.5, -2.0]
+
+
+def test_each_source_has_its_own_denominator(policy: Policy, make_training_group: Make) -> None:
+    groups = [
+        make_training_group(seed=1),
+        make_training_group("a", seed=2, trust=0.5),
+        make_training_group("a", seed=3),
+        make_training_group("b", seed=4),
+    ]
+    batch = collate(groups, dataclasses.replace(SETTINGS, external_weight=0.6), policy)
+    assert batch.sources == ("own", "a", "b")
+    # three external groups: a has two thirds of 0.6, b one third
+    assert batch.lambda_S == pytest.approx((1.0, 0.4, 0.2))
+    tokens_a = sum(lengths(groups[1]) + lengths(groups[2]))
+    scale = batch.scale_B.tolist()
+    assert scale[0:4] == pytest.approx([1 / sum(lengths(groups[0]))] * 4)
+    assert scale[4:8] == pytest.approx([0.4 * 0.5 / tokens_a] * 4)  # trust is in no denominator
+    assert scale[8:12] == pytest.approx([0.4 / tokens_a] * 4)
+    assert scale[12:16] == pytest.approx([0.2 / sum(lengths(groups[3]))] * 4)
+
+
+def test_external_groups_weigh_the_same_however_many(policy: Policy, make_training_group: Make) -> None:
+    for count in (1, 3, 6):
+        groups = [make_training_group(seed=0), *(make_training_group(f"p{i}", seed=i) for i in range(count))]
+        assert sum(collate(groups, SETTINGS, policy).lambda_S) == pytest.approx(2.0)
+
+
+def test_rollout_means(policy: Policy, make_training_group: Make) -> None:
+    group = make_training_group(seed=1)
+    by_rollout = dataclasses.replace(SETTINGS, own=DppoTv(aggregation=Aggregation.SEQ_MEAN_TOKEN_MEAN))
+    assert collate([group], by_rollout, policy).scale_B.tolist() == pytest.approx(
+        [1 / (4 * length) for length in lengths(group)]
+    )
+    constant = dataclasses.replace(SETTINGS, own=DppoTv(aggregation=Aggregation.SEQ_MEAN_TOKEN_SUM_NORM))
+    assert collate([group], constant, policy).scale_B.tolist() == pytest.approx([1 / (4 * 16)] * 4)
+
+
+def test_own_reference_can_be_given(policy: Policy, make_training_group: Make) -> None:
+    group = make_training_group("peer", treatment=Treatment.GRAFT)
+    batch = collate([group], SETTINGS, policy, own_mean_logprobs=[-1.0, -2.0])
+    assert batch.own_mean_logprobs_N.tolist() == [-1.0, -2.0]
+    assert batch.lambda_S == (1.0,)
+    assert not batch.own_B.any()
+    assert torch.equal(batch.source_B, torch.zeros(4, dtype=torch.int64))
+
+
+def test_empty_batch(policy: Policy) -> None:
+    with pytest.raises(ValueError, match="at least one group"):
+        collate([], SETTINGS, policy)

@@ -1,0 +1,127 @@
+"""Checkpoints: loadable by others, byte-exact to resume, complete or absent."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from node.rollout.policy import Policy
+from node.train.batch import TrainingBatch, collate
+from node.train.checkpoint import load_checkpoint, read_state, save_checkpoint
+from node.train.settings import TrainSettings
+from node.train.step import Trainer
+from protocol.errors import ModelError
+
+SETTINGS = TrainSettings()
+
+
+@pytest.fixture
+def batch(policy: Policy, make_training_group: Callable[..., Any]) -> TrainingBatch:
+    groups = [make_training_group(seed=1), make_training_group("peer", seed=2)]
+    return collate(groups, SETTINGS, policy)
+
+
+def test_resume_is_byte_exact(policy: Policy, batch: TrainingBatch, tmp_path: Path) -> None:
+    first = Trainer(policy, SETTINGS, policy_version=3)
+    for _ in range(2):
+        first.step(batch)
+    save_checkpoint(first, tmp_path / "version_5")
+    draw = torch.rand(3)
+    reports = [first.step(batch) for _ in range(2)]
+
+    second = Trainer(policy, SETTINGS)
+    state = load_checkpoint(second, tmp_path / "version_5")
+    assert (state.policy_version, state.updates, state.skipped_steps) == (5, 2, 0)
+    assert torch.equal(torch.rand(3), draw)
+    resumed = [second.step(batch) for _ in range(2)]
+    for one, other in zip(reports, resumed, strict=True):
+        assert (one.loss, one.grad_norm, one.learning_rate, one.kl_start) == (
+            other.loss,
+            other.grad_norm,
+            other.learning_rate,
+            other.kl_start,
+        )
+    theirs = second.state_dict()
+    for name, tensor in first.state_dict().items():
+        assert tensor.numpy().tobytes() == theirs[name].numpy().tobytes()
+    assert second.policy_version == first.policy_version == 7
+
+
+def test_others_can_load_it(policy: Policy, batch: TrainingBatch, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    trainer = Trainer(policy, SETTINGS)
+    trainer.step(batch)
+    save_checkpoint(trainer, tmp_path / "made")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "made", local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "made", local_files_only=True)
+    theirs = model.state_dict()
+    for name, tensor in trainer.state_dict().items():
+        assert torch.equal(theirs[name], tensor)
+    assert tokenizer.chat_template
+    reopened = Policy.open(tmp_path / "made")
+    assert reopened.tokenizer_digest == policy.tokenizer_digest
+    assert reopened.base_model != policy.base_model
+    assert reopened.encode_prompt("1+1") == policy.encode_prompt("1+1")
+
+
+def test_replaces_an_older_one_and_leaves_nothing_behind(
+    policy: Policy, batch: TrainingBatch, tmp_path: Path
+) -> None:
+    trainer = Trainer(policy, SETTINGS)
+    (tmp_path / ".latest.writing").mkdir()
+    save_checkpoint(trainer, tmp_path / "latest")
+    trainer.step(batch)
+    save_checkpoint(trainer, tmp_path / "latest")
+    assert read_state(tmp_path / "latest").policy_version == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["latest"]
+
+
+def test_nothing_is_pickled(policy: Policy, batch: TrainingBatch, tmp_path: Path) -> None:
+    trainer = Trainer(policy, SETTINGS)
+    trainer.step(batch)
+    save_checkpoint(trainer, tmp_path / "made")
+    assert {file.suffix for file in (tmp_path / "made").iterdir()} <= {".json", ".safetensors", ".jinja"}
+
+
+def test_interrupted_writing_is_not_a_checkpoint(
+    policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Trainer(policy, SETTINGS)
+
+    def broken(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("node.train.checkpoint._sync", broken)
+    with pytest.raises(OSError, match="disk full"):
+        save_checkpoint(trainer, tmp_path / "made")
+    assert not (tmp_path / "made").exists()
+    with pytest.raises(ModelError, match="not a complete checkpoint"):
+        read_state(tmp_path / "made")
+
+
+def test_foreign_start_is_refused(policy: Policy, other_policy_path: Path, tmp_path: Path) -> None:
+    save_checkpoint(Trainer(policy, SETTINGS), tmp_path / "made")
+    other = Trainer(Policy.open(other_policy_path), SETTINGS)
+    before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+    with pytest.raises(ModelError, match="began with the weights"):
+        load_checkpoint(other, tmp_path / "made")
+    assert all(torch.equal(before[name], tensor) for name, tensor in other.state_dict().items())
+
+
+def test_damaged_files_are_model_errors(policy: Policy, tmp_path: Path) -> None:
+    folder = tmp_path / "made"
+    save_checkpoint(Trainer(policy, SETTINGS), folder)
+    good = (folder / "trainer.json").read_bytes()
+    (folder / "trainer.json").write_text(json.dumps({**json.loads(good), "extra": 1}))
+    with pytest.raises(ModelError, match="extra"):
+        load_checkpoint(Trainer(policy, SETTINGS), folder)
+    (folder / "trainer.json").write_bytes(good)
+    (folder / "optimiser.safetensors").write_bytes(b"\xff" * 64)
+    with pytest.raises(ModelError, match="not a complete checkpoint"):
+        load_checkpoint(Trainer(policy, SETTINGS), folder)

@@ -1,0 +1,83 @@
+"""Held-out evaluation with an engine whose answers are known."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from node.rollout.engine.base import Engine, GenerationRequest, TokenSequence
+from node.rollout.environment import Completion, Prompt
+from node.rollout.policy import Policy
+from node.train.evaluate import evaluate
+from protocol.messages import FinishReason, Rollout
+
+
+class ScriptedEngine(Engine):
+    """Answers the prompt's seed; sampled answers to seeds divisible by 4 do not end."""
+
+    name, dtype = "scripted", "none"
+    policy_version = 5
+
+    def __init__(self) -> None:
+        self.batches: list[int] = []
+
+    def generate(self, requests: Sequence[GenerationRequest], *, greedy: bool = False) -> list[list[Rollout]]:
+        self.batches.append(len(requests))
+        assert all(request.n == 1 and request.sampling.temperature == 1.0 for request in requests)
+        return [
+            [
+                Rollout(
+                    text=str(request.seed),
+                    token_ids=b"",
+                    logprobs=b"",
+                    versions=b"",
+                    finish=FinishReason.STOP if greedy or request.seed % 4 else FinishReason.LENGTH,
+                    reward=0.0,
+                    seed=request.seed,
+                )
+            ]
+            for request in requests
+        ]
+
+    def logprobs(self, sequences: Sequence[TokenSequence]) -> list[NDArray[np.float32]]:
+        raise NotImplementedError
+
+    def update(self, state: Mapping[str, object], policy_version: int) -> None:
+        raise NotImplementedError
+
+    def pause(self) -> None:
+        raise NotImplementedError
+
+    def resume(self) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+
+def test_accuracy_per_task(policy: Policy) -> None:
+    """Task even: all right; task third: one in two right, the others score 0.5, which is not exact."""
+    prompts = [Prompt("even", "1", seed, 0, {}) for seed in range(0, 16, 2)]
+    prompts += [Prompt("third", "1", seed, 0, {}) for seed in range(1, 9, 2)]
+
+    def score(prompt: Prompt, completion: Completion) -> float:
+        assert completion == Completion(str(prompt.seed), True)
+        return 1.0 if prompt.environment == "even" or prompt.seed < 4 else 0.5
+
+    engine = ScriptedEngine()
+    report = evaluate(engine, policy, prompts, score, max_new_tokens=4, batch_prompts=5)
+    assert report.greedy_tasks == {"even": 1.0, "third": 0.5}
+    assert report.sampled_tasks == {"even": 0.5, "third": 0.5}  # an answer that does not end is wrong
+    assert report.greedy == 0.75
+    assert report.sampled == 0.5
+    assert report.policy_version == 5
+    assert report.prompts == 12
+    assert engine.batches == [5, 5, 2, 5, 5, 2]
+
+
+def test_no_prompts(policy: Policy) -> None:
+    with pytest.raises(ValueError, match="at least one prompt"):
+        evaluate(ScriptedEngine(), policy, [], lambda prompt, completion: 1.0, max_new_tokens=4)

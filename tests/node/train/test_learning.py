@@ -1,0 +1,77 @@
+"""A whole loop in small: generate, score, train, hand the weights to the engine. Reward must rise."""
+
+from __future__ import annotations
+
+import dataclasses
+from statistics import fmean
+
+import pytest
+
+from node.rollout.engine.base import GenerationRequest
+from node.rollout.engine.transformers import TransformersEngine
+from node.rollout.policy import Policy
+from node.train.batch import collate
+from node.train.groups import external_group, own_group, training_rollouts
+from node.train.objectives import Objective, PpoClip, Tis
+from node.train.settings import TrainSettings, Treatment, TreatmentSettings
+from node.train.step import Trainer
+from node.weight.advantage import CapabilityTracker
+from protocol.messages import Sampling
+
+STEPS, GROUPS = 30, 4
+
+
+def run(policy: Policy, settings: TrainSettings, *, foreign: bool) -> list[float]:
+    """Mean share of the letter e per step; with `foreign`, half the groups are treated as a peer's."""
+    engine, trainer, capability = TransformersEngine(policy), Trainer(policy, settings), CapabilityTracker()
+    curve = []
+    for step in range(STEPS):
+        requests = [
+            GenerationRequest(
+                tuple(policy.encode_prompt(str(place))), 8, step * GROUPS + place, Sampling(max_new_tokens=6)
+            )
+            for place in range(GROUPS)
+        ]
+        groups, means = [], []
+        for place, (request, rollouts) in enumerate(zip(requests, engine.generate(requests), strict=True)):
+            rewards = [rollout.text.count("e") / 6 for rollout in rollouts]
+            means.append(fmean(rewards))
+            made = training_rollouts(str(place), rollouts, policy, same_tokenizer=True)
+            if foreign and place % 2:
+                groups.append(
+                    external_group(
+                        "peer",
+                        str(place),
+                        request.prompt_ids,
+                        made,
+                        rewards,
+                        settings.treatment,
+                        own_rewards=[0.0, 0.5],
+                        capability=capability,
+                        trust=1.0,
+                    )
+                )
+            else:
+                groups.append(own_group(str(place), request.prompt_ids, made, rewards, settings.treatment))
+        trainer.step(collate(groups, settings, policy))
+        engine.update(trainer.state_dict(), trainer.policy_version)
+        curve.append(fmean(means))
+    return curve
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("own", [None, PpoClip(), Tis()], ids=["dppo_tv", "ppo_clip", "tis"])
+def test_reward_rises(policy: Policy, own: Objective | None) -> None:
+    settings = TrainSettings(learning_rate=3e-3)
+    curve = run(policy, settings if own is None else dataclasses.replace(settings, own=own), foreign=False)
+    assert fmean(curve[:3]) < 0.15
+    assert fmean(curve[-3:]) > 0.6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("force", [Treatment.COMPAT, Treatment.HACPO, Treatment.GRAFT])
+def test_reward_rises_with_a_peer(policy: Policy, force: Treatment) -> None:
+    settings = TrainSettings(learning_rate=3e-3, treatment=TreatmentSettings(force=force))
+    curve = run(policy, settings, foreign=True)
+    assert fmean(curve[:3]) < 0.15
+    assert fmean(curve[-3:]) > 0.6

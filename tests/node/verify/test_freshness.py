@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from node.verify.base import Decision, Sighting
+from node.verify.freshness import Freshness
+from node.verify.ledger import Ledger
+from protocol.constants import MAX_CLOCK_SKEW_MS
+from protocol.messages import Announcement, PromptRef
+from tests.node.verify.world import EPOCH_MS, announcement_of
+
+replace = msgspec.structs.replace
+
+
+def sight(announcement: Announcement, now_ms: int = EPOCH_MS) -> Sighting:
+    return Sighting(announcement.lineage.owner, announcement, now_ms, now_ms)
+
+
+@pytest.fixture
+def announcement(world, alice) -> Announcement:
+    return announcement_of(world.group(alice), b"body")
+
+
+@pytest.fixture
+def freshness(world) -> Freshness:
+    return Freshness(world.charter, Ledger(max_windows=8))
+
+
+@pytest.mark.parametrize(
+    ("window", "reason"),
+    [(100, ""), (97, ""), (96, "stale"), (0, "stale"), (106, ""), (107, "future"), (2**63 - 1, "future")],
+)
+def test_age_in_windows(freshness, announcement, window, reason):
+    """Window 100 begins at EPOCH_MS; 3 windows of age and 60 s of skew are allowed."""
+    moved = replace(announcement, prompt=PromptRef(window=window, slot=0, index=0))
+    verdict = freshness.check(sight(moved))
+    assert verdict.reason == reason
+    assert not (verdict.decision is Decision.REJECT and verdict.blames_author)
+
+
+def test_the_skew_ends_where_it_is_documented(freshness, announcement):
+    moved = replace(announcement, prompt=PromptRef(window=101, slot=0, index=0))
+    begins_at = EPOCH_MS + 10_000
+    assert freshness.check(sight(moved, begins_at - MAX_CLOCK_SKEW_MS)).reason == ""
+    assert freshness.check(sight(moved, begins_at - MAX_CLOCK_SKEW_MS - 1)).reason == "future"
+
+
+def test_lag_is_measured_against_the_lineages_own_newest(world, alice, bob, announcement):
+    ledger = Ledger(max_windows=8)
+    freshness = Freshness(world.charter, ledger)
+    newest = replace(announcement, policy_version=100, prompt=PromptRef(window=100, slot=1, index=0))
+    assert ledger.claim(alice, newest)
+    assert freshness.check(sight(replace(announcement, policy_version=36))).reason == ""
+    assert freshness.check(sight(replace(announcement, policy_version=35))).reason == "stale"
+    # another lineage of the same author, and another author, are not behind anything
+    other = replace(announcement.lineage, base_model="0" * 64)
+    assert freshness.check(sight(replace(announcement, lineage=other))).reason == ""
+    foreign = replace(announcement, lineage=replace(announcement.lineage, owner=bob))
+    assert freshness.check(sight(foreign)).reason == ""

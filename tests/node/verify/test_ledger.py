@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from node.verify.ledger import Ledger
+from protocol.messages import Announcement, PromptRef
+from tests.node.verify.world import announcement_of, identity
+
+replace = msgspec.structs.replace
+
+
+@pytest.fixture
+def announcement(world, alice) -> Announcement:
+    return announcement_of(world.group(alice), b"body")
+
+
+def at(announcement: Announcement, window: int, slot: int) -> Announcement:
+    return replace(announcement, prompt=PromptRef(window=window, slot=slot, index=0))
+
+
+def test_one_receipt_a_slot(announcement, alice):
+    ledger = Ledger(max_windows=4)
+    assert ledger.claim(alice, announcement)
+    assert ledger.claim(alice, announcement)
+    assert not ledger.claim(alice, replace(announcement, rewards=(0.5,) * 8))
+    assert not ledger.claim(alice, replace(announcement, body=None))
+    assert ledger.claim(alice, at(announcement, 100, 1))
+
+
+def test_a_slot_is_judged_once_unless_forgotten(announcement, alice):
+    ledger = Ledger(max_windows=4)
+    ledger.claim(alice, announcement)
+    assert ledger.start_judging(alice, announcement)
+    assert not ledger.start_judging(alice, announcement)
+    ledger.forget_judging(alice, announcement)
+    assert ledger.start_judging(alice, announcement)
+
+
+def test_slots_seen_and_newest_version(announcement, alice):
+    ledger = Ledger(max_windows=4)
+    assert ledger.slots_seen(alice, 100) == ()
+    assert ledger.newest_version(alice, announcement.lineage) == 0
+    for slot, version in ((5, 7), (2, 9), (9, 8)):
+        ledger.claim(alice, replace(at(announcement, 100, slot), policy_version=version))
+    assert ledger.slots_seen(alice, 100) == (2, 5, 9)
+    assert ledger.slots_seen(alice, 101) == ()
+    assert ledger.newest_version(alice, announcement.lineage) == 9
+
+
+def test_bounded_in_windows_lineages_and_authors(announcement, alice):
+    ledger = Ledger(max_windows=3, max_authors=10)
+    for window in range(50):
+        ledger.claim(alice, at(announcement, window, 0))
+    assert len(ledger) == 3
+    assert ledger.slots_seen(alice, 49) == (0,)
+    for number in range(50):
+        lineage = replace(announcement.lineage, base_model=f"{number:064x}")
+        ledger.claim(alice, replace(at(announcement, 49, number), lineage=lineage, policy_version=5))
+    assert ledger.newest_version(alice, announcement.lineage) == 0
+    for number in range(50):
+        ledger.claim(identity(str(number)).peer_id, announcement)
+    assert len(ledger) == 10

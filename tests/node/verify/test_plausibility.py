@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from node.rollout.engine.base import TokenSequence
+from node.verify.base import Item
+from node.verify.plausibility import Plausibility
+from node.verify.schema import Schema
+from protocol.messages import RolloutGroup, Sampling, VerificationRules
+from tests.node.verify.world import EOS, EPOCH_MS, SHIFTED, TOKENIZER, World, candidate, rollout
+
+replace = msgspec.structs.replace
+
+
+class FlatEngine:
+    """Every token has the same log-probability at T = 1."""
+
+    def __init__(self, logprob: float) -> None:
+        self.logprob = logprob
+        self.calls: list[Sequence[TokenSequence]] = []
+
+    def logprobs(self, sequences: Sequence[TokenSequence]) -> list[NDArray[np.float32]]:
+        self.calls.append(sequences)
+        return [np.full(len(each.token_ids), self.logprob, dtype=np.float32) for each in sequences]
+
+
+class HalfPolicy:
+    """Another tokenizer: two characters a token."""
+
+    tokenizer_digest = SHIFTED.digest
+    vocab_size = 128
+    max_positions = 100
+
+    def encode_prompt(self, question: str) -> list[int]:
+        return [1, 2, 3]
+
+    def encode_completion(self, text: str, finished: bool) -> list[int]:
+        return [7] * ((len(text) + 1) // 2) + [EOS] * finished
+
+
+class CharacterPolicy(HalfPolicy):
+    tokenizer_digest = TOKENIZER.digest
+
+
+def item_of(world: World, group: RolloutGroup) -> Item:
+    return Schema(world.charter).open(candidate(group), EPOCH_MS)
+
+
+def flat_group(world: World, author: str, logprob: float) -> RolloutGroup:
+    """Eight times "1111" and the end token, each token of this log-probability."""
+    tokens = [ord("1")] * 4 + [EOS]
+    one = rollout(tokens, [logprob] * 5, reward=0.0)
+    return replace(
+        world.group(author), rollouts=(one,) * 8, sampling=Sampling(max_new_tokens=5, temperature=0.5)
+    )
+
+
+def check(world: World, policy: HalfPolicy, engine: FlatEngine) -> Plausibility:
+    return Plausibility(VerificationRules(max_logprob_gap=4.0), world.max_new_tokens, policy, engine)
+
+
+def test_same_tokenizer_compares_token_by_token_at_the_authors_temperature(world, alice):
+    engine = FlatEngine(-1.5)
+    item = item_of(world, flat_group(world, alice, -2.0))
+    assert check(world, CharacterPolicy(), engine).gap_nats(item) == pytest.approx(0.5)
+    (sequences,) = engine.calls  # one batch
+    assert len(sequences) == 8
+    assert sequences[0] == TokenSequence((1, 2, 3), (49, 49, 49, 49, 0), 0.5)
+
+
+def test_other_tokenizer_divides_both_totals_by_the_local_count(world, alice):
+    """Claimed 5 * -2 = -10, local 3 * -1.5 = -4.5 ("11", "11", end): 5.5 nats over 3 tokens."""
+    engine = FlatEngine(-1.5)
+    item = item_of(world, flat_group(world, alice, -2.0))
+    assert check(world, HalfPolicy(), engine).gap_nats(item) == pytest.approx(5.5 / 3)
+    assert engine.calls[0][0].token_ids == (7, 7, EOS)
+
+
+@pytest.mark.parametrize(
+    ("claimed", "local", "reason"),
+    [
+        (-1.0, -4.9, ""),
+        (-1.0, -5.1, "implausible_logprobs"),  # hides improbable text
+        (-5.1, -1.0, "implausible_logprobs"),  # makes the importance ratio explode
+        (-4.9, -1.0, ""),
+    ],
+)
+def test_suspect_beyond_the_charters_gap_on_either_side(world, alice, claimed, local, reason):
+    item = item_of(world, flat_group(world, alice, claimed))
+    verdict = check(world, CharacterPolicy(), FlatEngine(local)).check(item)
+    assert verdict.reason == reason
+    assert verdict.decision.value == ("suspect" if reason else "accept")
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "max_positions"), [([7] * 41, 100), ([7] * 8, 10), ([128], 100), ([], 100)]
+)
+def test_what_the_local_engine_cannot_take_is_left_out(world, alice, token_ids, max_positions):
+    """41 tokens are more than 8 for each of the charter's 5; 3 of the prompt and 8 exceed 10 positions."""
+
+    class Awkward(HalfPolicy):
+        def encode_completion(self, text: str, finished: bool) -> list[int]:
+            return token_ids
+
+    policy = Awkward()
+    policy.max_positions = max_positions
+    engine = FlatEngine(-1.0)
+    assert check(world, policy, engine).gap_nats(item_of(world, flat_group(world, alice, -9.0))) == 0.0
+    assert engine.calls == []

@@ -1,0 +1,56 @@
+"""Plausibility with a real engine: honest groups lie near 0, strangers somewhere, inventions far away."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from node.rollout.engine.base import GenerationRequest
+from node.rollout.engine.transformers import TransformersEngine
+from node.rollout.policy import Policy
+from node.verify.base import Item
+from node.verify.plausibility import Plausibility
+from node.verify.schema import parse_tokens
+from protocol.messages import Lineage, RolloutGroup, Sampling
+from tests.node.verify.world import EPOCH_MS, World, announcement_of
+
+pytestmark = pytest.mark.slow
+
+replace = msgspec.structs.replace
+
+
+def generate(world: World, author: str, policy: Policy, engine: TransformersEngine) -> RolloutGroup:
+    group = world.group(author)
+    sampling = Sampling(max_new_tokens=12, temperature=0.7)
+    request = GenerationRequest(tuple(policy.encode_prompt(group.question)), 8, 5, sampling)
+    rollouts = tuple(engine.generate([request])[0])
+    lineage = Lineage(owner=author, base_model=policy.base_model, tokenizer=policy.tokenizer_digest)
+    return replace(group, sampling=sampling, rollouts=rollouts, lineage=lineage)
+
+
+def item_of(group: RolloutGroup) -> Item:
+    arrays = tuple(parse_tokens(each) for each in group.rollouts)
+    return Item(group.author, announcement_of(group, b"body"), EPOCH_MS, EPOCH_MS, group, arrays)
+
+
+def test_own_and_foreign_engines(world, alice, tiny_policy_path: Path, other_policy_path: Path):
+    policy, foreign = Policy.open(tiny_policy_path), Policy.open(other_policy_path)
+    engine, foreign_engine = TransformersEngine(policy), TransformersEngine(foreign)
+    check = Plausibility(world.charter.rules, 12, policy, engine)
+    honest = generate(world, alice, policy, engine)
+    assert check.gap_nats(item_of(honest)) < 1e-3
+    stranger = generate(world, alice, foreign, foreign_engine)
+    assert stranger.lineage.tokenizer != policy.tokenizer_digest
+    gap = check.gap_nats(item_of(stranger))
+    assert 1e-3 < gap < 20
+    invented = tuple(
+        replace(each, logprobs=(np.frombuffer(each.logprobs, "<f4") - 6).tobytes())
+        for each in honest.rollouts
+    )
+    suspicious = check.check(item_of(replace(honest, rollouts=invented)))
+    assert suspicious.reason == "implausible_logprobs"
+    engine.close()
+    foreign_engine.close()

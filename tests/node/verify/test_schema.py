@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from node.verify.base import Candidate
+from node.verify.schema import CHARS_PER_TOKEN, Schema
+from protocol.codec import digest, encode
+from protocol.errors import RemoteProtocolError
+from protocol.messages import BlobRef, Rollout, RolloutGroup, Sampling
+from tests.node.verify.world import EPOCH_MS, World, candidate, fingerprint
+
+replace = msgspec.structs.replace
+
+
+def reason(world: World, item: Candidate) -> str:
+    try:
+        Schema(world.charter).open(item, EPOCH_MS)
+    except RemoteProtocolError as error:
+        return error.reason
+    return ""
+
+
+def with_rollout(group: RolloutGroup, **changes: Any) -> RolloutGroup:
+    return replace(group, rollouts=(replace(group.rollouts[0], **changes), *group.rollouts[1:]))
+
+
+def floats(rollout: Rollout, **at: float) -> bytes:
+    values = np.frombuffer(rollout.logprobs, dtype="<f4").copy()
+    values[0] = at["first"]
+    return values.tobytes()
+
+
+def test_an_honest_group_is_read_as_it_was_written(world, alice):
+    group = world.group(alice, version=3)
+    item = Schema(world.charter).open(candidate(group, arrived_at=7), now_ms=9)
+    assert (item.group, item.sender, item.arrived_at, item.now_ms) == (group, alice, 7, 9)
+    for rollout, arrays in zip(group.rollouts, item.tokens, strict=True):
+        assert arrays.token_ids_T.tobytes() == rollout.token_ids
+        assert arrays.logprobs_T.tobytes() == rollout.logprobs
+        assert set(arrays.versions_T.tolist()) == {3}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"body": b"\xc0"}, "size"),
+        ({"announcement": {"body": None}}, "no_body"),
+        ({"announcement": {"policy_version": 9}}, "announcement_mismatch"),
+        ({"announcement": {"rewards": (1.0,) * 8}}, "announcement_mismatch"),
+        ({"announcement": {"rewards": (1.0,) * 7}}, "group_size"),
+        ({"announcement": {"rewards": (float("nan"),) * 8}}, "not_finite"),
+        ({"announcement": {"completions": fingerprint("other")}}, "completions_digest"),
+    ],
+)
+def test_body_and_announcement_must_agree(world, alice, changes, expected):
+    honest = candidate(world.group(alice))
+    announcement = replace(honest.announcement, **changes.get("announcement", {}))
+    item = Candidate(alice, announcement, changes.get("body", honest.body), EPOCH_MS)
+    assert reason(world, item) == expected
+
+
+def test_the_digest_is_compared_before_anything_is_parsed(world, alice):
+    honest = candidate(world.group(alice))
+    other = b"\xc1" * len(honest.body)
+    assert reason(world, Candidate(alice, honest.announcement, other, EPOCH_MS)) == "body_digest"
+
+
+def test_garbage_under_the_right_digest_does_not_decode(world, alice):
+    honest = candidate(world.group(alice)).announcement
+    for body in (b"\xc1", b"\x80", b"\x91" * 40, encode(honest)):
+        lie = replace(honest, body=BlobRef(digest=digest(body), size=len(body)))
+        assert reason(world, Candidate(alice, lie, body, EPOCH_MS)) in {"decode", "depth"}
+
+
+def test_nobody_speaks_for_another(world, alice, bob):
+    group = world.group(alice)
+    assert reason(world, candidate(group, sender=bob)) == "author"
+    assert reason(world, candidate(replace(group, author=bob))) == "author"
+    assert reason(world, candidate(replace(group, author=bob), sender=alice)) == "author"
+
+
+def test_closed_swarm_and_unknown_tokenizer(world, alice, bob):
+    closed = World(changes={"members": (alice,)})
+    assert reason(closed, candidate(closed.group(alice))) == ""
+    assert reason(closed, candidate(closed.group(bob))) == "not_a_member"
+    group = world.group(alice)
+    strange = replace(group, lineage=replace(group.lineage, tokenizer=fingerprint("strange")))
+    assert reason(world, candidate(strange)) == "unknown_tokenizer"
+
+
+def test_relations_that_types_cannot_express(world, alice):
+    group = world.group(alice, version=4)
+    first = group.rollouts[0]
+    newer = np.full(len(first.versions) // 4, 5, dtype="<u4").tobytes()
+    cases = {
+        "array_length": {"token_ids": first.token_ids + b"\0"},
+        "empty": {"token_ids": b"", "logprobs": b"", "versions": b""},
+        "positive_logprob": {"logprobs": floats(first, first=0.01)},
+        "not_finite": {"logprobs": floats(first, first=float("nan"))},
+        "version_order": {"versions": newer},
+        "text_too_long": {"text": "1" * (CHARS_PER_TOKEN * len(first.token_ids) // 4 + 1)},
+        "too_long": dict.fromkeys(("token_ids", "logprobs", "versions"), b"\x00" * 4 * 6),
+    }
+    for expected, changes in cases.items():
+        assert reason(world, candidate(with_rollout(group, **changes))) == expected
+    for expected, changes in (
+        ("array_length", {"logprobs": first.logprobs + b"\0" * 4}),
+        ("array_length", {"versions": first.versions[4:]}),
+        ("not_finite", {"logprobs": floats(first, first=-np.inf)}),
+        ("", {"logprobs": floats(first, first=5e-7)}),
+    ):
+        assert reason(world, candidate(with_rollout(group, **changes))) == expected
+
+
+def test_group_size_and_sampling_are_the_charters(world, alice):
+    group = world.group(alice)
+    assert reason(world, candidate(replace(group, rollouts=group.rollouts[:-1]))) == "group_size"
+    assert reason(world, candidate(replace(group, sampling=Sampling(max_new_tokens=6)))) == "sampling"
+    cooler = Sampling(max_new_tokens=5, temperature=0.5)
+    assert reason(world, candidate(replace(group, sampling=cooler))) == ""
+    for temperature in (1e-300, 0.009):
+        frozen = Sampling(max_new_tokens=5, temperature=temperature)
+        assert reason(world, candidate(replace(group, sampling=frozen))) == "sampling"
+
+
+def test_a_huge_text_of_few_tokens_is_refused(world, alice):
+    group = world.group(alice)
+    assert reason(world, candidate(with_rollout(group, text="1" * 200_000))) == "text_too_long"

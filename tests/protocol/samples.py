@@ -1,0 +1,116 @@
+"""One record of every kind with fixed contents: for golden bytes, and as the seeds that hostile tests
+mutate."""
+
+from __future__ import annotations
+
+import struct
+
+from protocol import charter as charters
+from protocol import messages as m
+from protocol.envelope import seal
+from protocol.identity import Identity
+
+NOW_MS = 1_700_000_000_000
+IDENTITY = Identity.from_seed(bytes(range(32)))
+MEMBER = Identity.from_seed(bytes(range(1, 33)))
+
+CHARTER_TOML = f"""
+name = "letters"
+group_size = 4
+max_new_tokens = 12
+members = ["{MEMBER.peer_id}"]
+
+[[environments]]
+name = "reasoning_gym/spell_backward"
+weight = 3
+config = {{ min_word_len = 3, max_word_len = 5 }}
+
+[[environments]]
+name = "reasoning_gym/chain_sum"
+
+[[tokenizers]]
+name = "characters"
+digest = "{"c" * 64}"
+vocab_size = 64
+eos_token_id = 1
+
+[rules]
+max_logprob_gap = 3
+"""
+
+CHARTER = charters.found(IDENTITY, CHARTER_TOML, NOW_MS)
+SWARM_ID = charters.swarm_id(CHARTER)
+TOPIC = f"murmuration/1/{SWARM_ID}/announcements"
+
+LINEAGE = m.Lineage(owner=IDENTITY.peer_id, base_model="a" * 64, tokenizer="c" * 64)
+PROMPT = m.PromptRef(window=12, slot=3, index=1234)
+
+
+def rollout(text: str, token_ids: tuple[int, ...], reward: float) -> m.Rollout:
+    count = len(token_ids)
+    return m.Rollout(
+        text=text,
+        token_ids=struct.pack(f"<{count}I", *token_ids),
+        logprobs=struct.pack(f"<{count}f", *(-0.25 * (i + 1) for i in range(count))),
+        versions=struct.pack(f"<{count}I", *[7] * count),
+        finish=m.FinishReason.STOP,
+        reward=reward,
+        seed=2**62 + 1,
+    )
+
+
+GROUP = m.RolloutGroup(
+    author=IDENTITY.peer_id,
+    lineage=LINEAGE,
+    policy_version=7,
+    environment="reasoning_gym/spell_backward",
+    prompt=PROMPT,
+    question="Spell this word backward (example: sun -> nus): wéb",
+    sampling=m.Sampling(max_new_tokens=12),
+    engine="transformers",
+    dtype="float32",
+    rollouts=(rollout("béw", (12, 9, 44, 1), 1.0), rollout("web", (44, 9, 12, 1), 0.0)),
+)
+ANNOUNCEMENT = m.Announcement(
+    lineage=LINEAGE,
+    policy_version=7,
+    prompt=PROMPT,
+    completions="d" * 64,
+    rewards=(1.0, 0.0),
+    body=m.BlobRef(digest="e" * 64, size=1234),
+)
+PEER_RECORD = m.PeerRecord(
+    name="sparrow", protocol_version=1, addresses=("/ip4/192.0.2.7/tcp/4001",), lineage=LINEAGE
+)
+RECORDS: tuple[m.Record, ...] = (
+    CHARTER,
+    GROUP,
+    ANNOUNCEMENT,
+    PEER_RECORD,
+    m.LineageHead(LINEAGE, 7),
+    m.BlobRequest("e" * 64),
+    m.BlobReply(1234),
+    m.ReconcileRequest(TOPIC, bytes(16)),
+    m.ReconcileReply(2),
+)
+
+
+def envelope_bytes(
+    sequence: int = 5,
+    *,
+    payload: bytes = b"payload",
+    topic: str = TOPIC,
+    swarm_id: str = SWARM_ID,
+    now_ms: int = NOW_MS,
+    ttl_ms: int = 60_000,
+    identity: Identity = IDENTITY,
+) -> bytes:
+    return seal(
+        identity,
+        swarm_id=swarm_id,
+        topic=topic,
+        sequence=sequence,
+        payload=payload,
+        now_ms=now_ms,
+        ttl_ms=ttl_ms,
+    )
