@@ -76,8 +76,17 @@ def open_policy(config: NodeConfig, charter: Charter) -> Policy:
 
 
 def open_environments(charter: Charter) -> dict[str, Environment]:
-    """Every environment of the charter by name."""
-    return {spec.name: open_environment(spec.name, json.loads(spec.config)) for spec in charter.environments}
+    """Every environment of the charter by name. Raises CharterError for one whose prompts differ between machines."""
+    environments = {
+        spec.name: open_environment(spec.name, json.loads(spec.config)) for spec in charter.environments
+    }
+    for name, environment in environments.items():
+        if not environment.reproducible:
+            raise CharterError(
+                f"prompts of {name} depend on Python's hash order, so peers cannot derive them again; "
+                "leave it out of the charter"
+            )
+    return environments
 
 
 def open_sandbox(config: NodeConfig, charter: Charter, environments: Mapping[str, Environment]) -> Scorer:

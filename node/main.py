@@ -35,7 +35,7 @@ from node.node import Node, NodeParts
 from node.paths import Home, RunDir
 from node.sandbox.scorer import Scorer
 from node.share.presence import ask_clock, fetch_charter
-from node.state import ReplayStore, SequenceStore, write_atomically
+from node.state import ReplayStore, SequenceStore, WindowStore, remove_leftovers, write_atomically
 from node.telemetry import JsonlSink, SocketSink
 from node.train.step import Trainer
 from node.transport import open_transport
@@ -115,6 +115,7 @@ async def _run(
                 transport=transport,
                 sequence=SequenceStore(home.state / "sequence", clock.now_ms()),
                 replay=replay,
+                windows=WindowStore(home.state / "window"),
                 clock=clock,
                 compute=compute,
                 bus=bus,

@@ -43,7 +43,7 @@ from node.rollout.admission import Admission
 from node.rollout.engine.base import Engine
 from node.rollout.environment import Environment
 from node.rollout.policy import Policy
-from node.rollout.prompts import PromptFeed, Universe
+from node.rollout.prompts import PromptFeed, Universe, WindowLog
 from node.rollout.scoring import OwnScorer
 from node.rollout.worker import OwnGroup, RolloutWorker
 from node.sandbox.scorer import Scorer
@@ -82,6 +82,9 @@ STOCK_STEPS = 3
 """Unused groups kept in the pool, in steps' worth of external groups: enough to choose, little to grow stale."""
 ACTIVE_WINDOWS = 3
 """Peers silent for longer are not waited for."""
+SETTLE_MS = 3000
+"""After its first connection a node hears the past by reconciliation, in no order: of a copy and its original either
+may come first. What is heard until then is evidence for the copy check, and not fetched."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,7 @@ class NodeParts:
     """Started; the node closes it. None: train alone."""
     sequence: SequenceSource
     replay: ReplayGuard
+    windows: WindowLog
     clock: Clock
     compute: Compute
     bus: EventBus
@@ -127,6 +131,7 @@ class Node:
         self._reason = "steps done"
         self._refused: Counter[tuple[PeerId, str]] = Counter()
         self._lag = LoopLag()
+        self._connected_at: int | None = None
         self._run_dir = Home(config.home).run(config.run)
 
         rng = random.Random(config.seed)
@@ -228,7 +233,9 @@ class Node:
             policy=parts.policy,
             engine=parts.engine,
             scorer=self._own_scorer,
-            feed=PromptFeed(self._universe, self._charter, self._swarm_id, self._peer_id, self._clock),
+            feed=PromptFeed(
+                self._universe, self._charter, self._swarm_id, self._peer_id, self._clock, parts.windows
+            ),
             admission=self._admission,
             sampling=Sampling(
                 max_new_tokens=self._charter.max_new_tokens,
@@ -410,7 +417,13 @@ class Node:
         if verdict.reason:
             self._peers.rejected(heard.sender, verdict.reason)
             return False
-        return not self._trust.quarantined(heard.sender, self._window())
+        return self._settled() and not self._trust.quarantined(heard.sender, self._window())
+
+    def _settled(self) -> bool:
+        now_ms = self._clock.now_ms()
+        if self._connected_at is None and self._presence is not None and self._presence.connected:
+            self._connected_at = now_ms
+        return self._connected_at is not None and now_ms - self._connected_at >= SETTLE_MS
 
     def _nudge(self) -> None:
         if self._collector is not None:

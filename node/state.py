@@ -32,10 +32,12 @@ from protocol.replay import ReplayCache
 
 __all__ = [
     "MemorySequence",
+    "MemoryWindows",
     "ReplayGuard",
     "ReplayStore",
     "SequenceSource",
     "SequenceStore",
+    "WindowStore",
     "remove_leftovers",
     "write_atomically",
 ]
@@ -128,6 +130,41 @@ class SequenceStore:
         except FileNotFoundError:
             return 0
         return int(text) if text.endswith(b"\n") and text[:-1].isdigit() and len(text) < 20 else 0
+
+
+# --- windows ------------------------------------------------------------------------------------------------
+
+
+class MemoryWindows:
+    """The newest window begun, for simulations."""
+
+    def __init__(self) -> None:
+        self._newest = -1
+
+    def newest(self) -> int:
+        return self._newest
+
+    def begun(self, window: int) -> None:
+        self._newest = window
+
+
+class WindowStore:
+    """The newest window whose slots this node began to answer; on disk before the first answer."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def newest(self) -> int:
+        """That window; -1 when there is no file or it is damaged (at worst, peers see one equivocation)."""
+        try:
+            text = self._path.read_bytes()[:32].strip()
+        except FileNotFoundError:
+            return -1
+        return int(text) if text.isdigit() else -1
+
+    def begun(self, window: int) -> None:
+        """Write it down. Raises OSError when the disk refuses."""
+        write_atomically(self._path, f"{window}\n".encode("ascii"))
 
 
 # --- replays ------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ __all__ = ["err", "out", "write_json"]
 
 out = Console(highlight=False, markup=False)
 """For data that a person reads."""
-err = Console(stderr=True, highlight=False, markup=False)
+err = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 """For talk: progress, hints, warnings."""
 
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+pytest_plugins = ["tests.hostile.audit"]
+
 CHARACTERS = string.digits + string.ascii_lowercase + " +-=,"
 
 

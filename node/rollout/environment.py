@@ -89,6 +89,11 @@ class Environment(Protocol):
         """Scoring may execute the answer's text as code. When in doubt, True."""
         ...
 
+    @property
+    def reproducible(self) -> bool:
+        """Whether every machine derives the same prompts, whatever its hash seed."""
+        ...
+
     def prompt(self, seed: int, index: int) -> Prompt:
         """The prompt of this seed and index, both in [0, 2**63)."""
         ...

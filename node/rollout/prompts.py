@@ -11,13 +11,14 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from node.clock import Clock
 from node.rollout.environment import Environment, Prompt
 from protocol.messages import Charter, Digest, PeerId, PromptRef
 from protocol.prompts import environment_of, held_out_question, slots, training_question, window_of
 
-__all__ = ["AssignedPrompt", "PromptFeed", "Universe"]
+__all__ = ["AssignedPrompt", "PromptFeed", "Universe", "WindowLog"]
 
 CACHED_ITEMS = 8192
 
@@ -65,29 +66,54 @@ class Universe:
         return environment.prompt(question.seed, 0)
 
 
-class PromptFeed:
-    """This peer's slots in order. When those of a window are used up, waits for the next window."""
+class WindowLog(Protocol):
+    """Remembers the newest window whose slots this node began to answer, over restarts."""
 
-    def __init__(self, universe: Universe, charter: Charter, swarm_id: Digest, peer_id: PeerId, clock: Clock) -> None:
+    def newest(self) -> int:
+        """That window, -1 before the first."""
+        ...
+
+    def begun(self, window: int) -> None:
+        """Slots of `window` are about to be answered."""
+        ...
+
+
+class PromptFeed:
+    """This peer's slots in order. When those of a window are used up, waits for the next window.
+
+    A restarted node begins with a window it has not begun before: answering a slot twice is equivocation.
+    """
+
+    def __init__(
+        self,
+        universe: Universe,
+        charter: Charter,
+        swarm_id: Digest,
+        peer_id: PeerId,
+        clock: Clock,
+        windows: WindowLog,
+    ) -> None:
         self._universe = universe
         self._charter = charter
         self._swarm_id = swarm_id
         self._peer_id = peer_id
         self._clock = clock
-        self._window = -1
-        self._slot = 0
+        self._windows = windows
+        self._window = windows.newest()
+        self._slot = charter.slots_per_window
 
     async def next(self) -> AssignedPrompt:
         """The next slot; at most one window away."""
         while True:
             window = window_of(self._charter, self._clock.now_ms())
             if window > self._window:
+                self._windows.begun(window)
                 self._window, self._slot = window, 0
             if self._slot < self._charter.slots_per_window:
                 break
-            next_window_ms = (self._window + 1) * self._charter.window_ms
-            await asyncio.sleep(max(1, next_window_ms - self._clock.now_ms()) / 1000)
-        index = slots(self._swarm_id, self._charter, window, self._peer_id)[self._slot]
-        ref = PromptRef(window=window, slot=self._slot, index=index)
+            next_at = self._charter.created_at + (window + 1) * self._charter.window_ms
+            await asyncio.sleep(max(1, next_at - self._clock.now_ms()) / 1000)
+        index = slots(self._swarm_id, self._charter, self._window, self._peer_id)[self._slot]
+        ref = PromptRef(window=self._window, slot=self._slot, index=index)
         self._slot += 1
         return AssignedPrompt(ref=ref, prompt=self._universe.item(index))

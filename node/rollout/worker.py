@@ -41,9 +41,10 @@ class OwnGroup:
     """Its share of the batch's generation time."""
 
 
-def request_seed(node_seed: int, prompt: AssignedPrompt, policy_version: int) -> int:
-    """63-bit seed of one group's sampling: differs by node, slot and version."""
-    text = f"{node_seed}/{prompt.ref.window}/{prompt.ref.slot}/{policy_version}"
+def request_seed(node_seed: int, author: PeerId, prompt: AssignedPrompt, policy_version: int) -> int:
+    """63-bit seed of one group's sampling: differs by node, slot and version. With the peer id in it, two nodes with
+    equal weights do not draw equal completions, which would be called a copy."""
+    text = f"{node_seed}/{author}/{prompt.ref.window}/{prompt.ref.slot}/{policy_version}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
@@ -146,7 +147,7 @@ class RolloutWorker:
             GenerationRequest(
                 prompt_ids=tuple(self._policy.encode_prompt(a.prompt.text)),
                 n=self._group_size,
-                seed=request_seed(self._seed, a, version),
+                seed=request_seed(self._seed, self._author, a, version),
                 sampling=self._sampling,
             )
             for a in assigned

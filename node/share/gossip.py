@@ -6,10 +6,10 @@
     neighbours-+                                                    |
                <---- what a neighbour lacks, on its request --------+
 
-GossipSub keeps 110 of 2,000 messages for a stalled reader and nothing for a late joiner. So every node holds the
-unexpired envelopes, and on connecting and every 10 s sends a neighbour the short digests of what it holds; the
-neighbour answers with what is missing. An envelope counts once, however many peers relay it. Not for bodies
-(`share/collect.py`) and not for what an announcement claims (`node/verify`).
+GossipSub keeps 110 of 2,000 messages for a stalled reader and nothing for a late joiner. So every node holds
+the unexpired envelopes, and on connecting and every 10 s sends a neighbour the short digests of what it
+holds; the neighbour answers with what is missing. An envelope counts once, however many peers relay it. Not
+for bodies (`share/collect.py`) and not for what an announcement claims (`node/verify`).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 from node.clock import Clock
 from node.share.held import SHORT_DIGEST_BYTES, AnnouncementStore, Heard, HeldAnnouncement, short_digest
+from node.state import ReplayGuard
 from node.transport.base import Gossiped, Stream, Transport
 from node.transport.limits import KeyedTokenBuckets, Refusals
 from protocol.charter import is_member, swarm_id
@@ -54,7 +55,7 @@ _MAX_BAD_ENVELOPES = 16
 _MAX_USELESS_ENVELOPES = 1024
 """The same for envelopes that we had told it we hold; some arrive by gossip meanwhile."""
 _YIELD_EVERY = 16
-"""Envelopes (0.2 ms each) between two chances for other tasks: buffered reads do not suspend by themselves."""
+"""Envelopes (0.3 ms each) between two chances for other tasks: buffered reads do not suspend."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,7 @@ class Gossip:
         clock: Clock,
         next_sequence: Callable[[], int],
         *,
-        replay: ReplayCache | None = None,
+        replay: ReplayGuard | None = None,
         limits: GossipLimits | None = None,
         rng: random.Random | None = None,
     ) -> None:
@@ -140,7 +141,8 @@ class Gossip:
     async def announce(self, announcement: Announcement, ttl_ms: int) -> Digest:
         """Sign and spread an announcement of ours; returns its envelope's digest.
 
-        A network that is down is no error here: the envelope is held, and neighbours get it by reconciliation.
+        A network that is down is no error here: the envelope is held, and neighbours get it by
+        reconciliation.
         """
         now_ms = self._clock.now_ms()
         data = seal(
@@ -256,7 +258,9 @@ class Gossip:
             if request.topic != self._topic:
                 raise SignatureError("the neighbour reconciles another topic", reason="topic")
             if len(request.held) % SHORT_DIGEST_BYTES:
-                raise DecodeError(f"{len(request.held)} bytes are no row of {SHORT_DIGEST_BYTES}-byte digests")
+                raise DecodeError(
+                    f"{len(request.held)} bytes are no row of {SHORT_DIGEST_BYTES}-byte digests"
+                )
             envelopes = self._lacking(stream.peer_id, request.held)
             await stream.send(encode(ReconcileReply(len(envelopes))))
             for envelope in envelopes:

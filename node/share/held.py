@@ -1,8 +1,8 @@
-"""The announcements a node holds until they expire: for its own slow reader, and for neighbours that missed them.
+"""The announcements a node holds until they expire: for its own slow reader and for neighbours.
 
-Bounded in bytes and number, per author and in total. Above an author's bound that author's oldest go; above the
-total, the oldest of whoever takes most. So a flood displaces itself. What was not read yet is a set of digests
-into this store: a reader that stalls loses nothing that is still held. No I/O and no clock.
+Bounded in bytes and number, per author and in total. Above an author's bound that author's oldest go; above
+the total, the oldest of whoever takes most. So a flood displaces itself. What was not read yet is a set of
+digests into this store: a reader that stalls loses nothing that is still held. No I/O and no clock.
 """
 
 from __future__ import annotations
@@ -101,8 +101,10 @@ class AnnouncementStore:
         """Of everything held, in order of arrival."""
         return list(self._held)
 
-    def missing(self, held_elsewhere: set[bytes], *, max_count: int, max_bytes: int, now_ms: int) -> list[bytes]:
-        """Envelopes that are not in `held_elsewhere`, oldest first, up to the bounds (at least one if any)."""
+    def missing(
+        self, held_elsewhere: set[bytes], *, max_count: int, max_bytes: int, now_ms: int
+    ) -> list[bytes]:
+        """Envelopes that are not in `held_elsewhere`, oldest first, up to the bounds but at least one."""
         envelopes: list[bytes] = []
         total_bytes = 0
         for short, held in self._held.items():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from protocol.messages import Digest, PeerId, RolloutGroup
 
@@ -25,6 +25,8 @@ class PooledGroup:
     rewards: tuple[float, ...]
     arrived_at: int
     """Swarm time of arrival, ms."""
+    uses: int = 0
+    """How often it was drawn before this draw."""
 
 
 class ReplayPool:
@@ -82,11 +84,12 @@ class ReplayPool:
                 drawn.append(by_peer[peer].pop(0))
                 if not by_peer[peer]:
                     peers.remove(peer)
+        used = [replace(pooled, uses=self._uses[pooled.digest]) for pooled in drawn]
         for pooled in drawn:
             self._uses[pooled.digest] += 1
             if self._uses[pooled.digest] >= self._max_uses:
                 self._drop(pooled.digest)
-        return drawn
+        return used
 
     def _drop(self, digest: Digest) -> None:
         del self._groups[digest]

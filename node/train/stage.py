@@ -131,7 +131,7 @@ class TrainStage:
         groups = [self._own_group(each) for each in own]
         for pooled in external:
             group = self._external_group(pooled)
-            if group is not None:
+            if group is not None and any(group.advantages):
                 groups.append(group)
         batch = self._collate(groups)
         report = await self._compute.run("train", self._trainer.step, batch)
@@ -195,7 +195,8 @@ class TrainStage:
     def _external_group(self, pooled: PooledGroup) -> TrainingGroup | None:
         """A drawn group with its weight and treatment; None when its numbers may not reach the optimiser."""
         group, author = pooled.group, pooled.group.author
-        self._capability.observe(author, fmean(pooled.rewards))
+        if pooled.uses == 0:
+            self._capability.observe(author, fmean(pooled.rewards))
         agents = self._answered.of(group.prompt.index)
         own_rewards = agents.pop(OWN_SOURCE, None)
         agents.pop(author, None)
@@ -218,6 +219,7 @@ class TrainStage:
                 temperature=group.sampling.temperature,
                 lag=lag,
                 age_windows=age_windows,
+                uses=pooled.uses,
             )
         except TrainingDataError as error:
             self._peers.rejected(author, error.reason)

@@ -1,8 +1,8 @@
-"""The control protocol of the libp2p daemon: one short-lived connection per request, long-lived ones for streams.
+"""The control protocol of the libp2p daemon: a connection per request, and one per stream and subscription.
 
 hivemind's own client leaves sockets open when a request fails or is cancelled, and lacks GossipSub; this one
-closes whatever it opens. The daemon is our own child, so its answers are trusted but still bounded. Every failure
-is `OSError`, `EOFError` (an early end) or `ControlError`; deadlines are the caller's.
+closes whatever it opens. The daemon is our own child, so its answers are trusted but still bounded. Every
+failure is `OSError`, `EOFError` (an early end) or `ControlError`; deadlines are the caller's.
 """
 
 from __future__ import annotations
@@ -112,7 +112,9 @@ class Control:
             writer.transport.abort()
 
 
-async def read_message(reader: asyncio.StreamReader, message: Message, max_bytes: int = MAX_CONTROL_BYTES) -> None:
+async def read_message(
+    reader: asyncio.StreamReader, message: Message, max_bytes: int = MAX_CONTROL_BYTES
+) -> None:
     """Read one length-delimited protobuf into `message`."""
     length = 0
     for position in range(_MAX_VARINT_BYTES):

@@ -1,9 +1,9 @@
 """One life of the network stack: the `p2pd` child process, its DHT node, and everything that ends with it.
 
-`Session.open` starts both without any bootstrap (with one that is unreachable the daemon exits); `died` waits for
-the first sign of death: the child's exit, a broken control connection (hivemind's reader can die of a race, after
-which its calls hang for ever while `P2P.is_alive` stays true), or memory above the limit. `stop` leaves no
-process, socket or file. Restarting is `hivemind.py`'s business.
+`Session.open` starts both without any bootstrap (with one that is unreachable the daemon exits); `died` waits
+for the first sign of death: the child's exit, a broken control connection (hivemind's reader can die of a
+race, after which its calls hang for ever while `P2P.is_alive` stays true), or memory above the limit. `stop`
+leaves no process, socket or file. Restarting is `hivemind.py`'s business.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ logger = logging.getLogger(__name__)
 # hivemind logs what peers do wrong; a hostile peer must not be able to fill the log.
 use_hivemind_log_handler("nowhere")
 logging.getLogger("hivemind").setLevel(logging.CRITICAL)
+os.environ.setdefault(
+    "GOLOG_LOG_LEVEL", "fatal"
+)  # of the daemon, whose every line hivemind parses in our loop
 
 STACK_ERRORS = (OSError, EOFError, ControlError, P2PDaemonError)
 """What failing calls to the daemon raise."""
@@ -48,11 +51,11 @@ _EXIT_GRACE_S = 0.05
 class Session:
     """A running daemon with its DHT node."""
 
-    def __init__(self, p2p: P2P) -> None:
+    def __init__(self, p2p: P2P, dht: DHTNode) -> None:
         self.control = Control(p2p._daemon_listen_maddr["unix"])
         self.listener_path: str = p2p._client_listen_maddr["unix"]
-        """Where the daemon delivers incoming streams; free for us, hivemind's own listener is never started."""
-        self.dht: DHTNode | None = None
+        """Where the daemon delivers incoming streams; hivemind's own listener is never started."""
+        self.dht = dht
         self.dead = False
         self.channels: set[SocketChannel] = set()
         """Open streams, both ways."""
@@ -96,10 +99,9 @@ class Session:
                     nat_port_map=not loopback,
                     startup_timeout=_START_TIMEOUT_S,
                 )
-                session = cls(p2p)
                 if p2p.peer_id.to_base58() != peer_id:
                     raise TransportError(f"{identity_path} holds the key of {p2p.peer_id}, not of {peer_id}")
-                session.dht = await open_dht(p2p)
+                return cls(p2p, await open_dht(p2p))
         except BaseException as error:
             for each in launched:
                 await _stop(each)
@@ -108,7 +110,6 @@ class Session:
             if isinstance(error, STACK_ERRORS):
                 raise TransportError(f"the network daemon p2pd did not start: {error}") from error
             raise
-        return session
 
     @property
     def process_id(self) -> int:
@@ -123,7 +124,9 @@ class Session:
         def ended(task: asyncio.Task[None]) -> None:
             self._tasks.discard(task)
             if not task.cancelled() and task.exception() is not None:
-                self.break_down(f"{task.get_coro().__qualname__} failed: {task.exception()!r}")
+                self.break_down(
+                    f"{getattr(task.get_coro(), '__qualname__', task)} failed: {task.exception()!r}"
+                )
 
         task.add_done_callback(ended)
         return task
@@ -163,7 +166,8 @@ class Session:
                     )
                 used_bytes = await asyncio.to_thread(_resident_bytes, self.process_id)
                 if used_bytes > max_memory_bytes:
-                    return f"the daemon uses {used_bytes >> 20} MiB, above its limit of {max_memory_bytes >> 20} MiB"
+                    limit_mib = max_memory_bytes >> 20
+                    return f"the daemon uses {used_bytes >> 20} MiB, above its limit of {limit_mib} MiB"
                 _forget_done_handlers(client)
         finally:
             for task in own:
@@ -183,10 +187,7 @@ class Session:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=1.0)
-        if self.dht is not None:
-            self.dht.is_alive = False
-            if self.dht.cache_refresh_task is not None:
-                self.dht.cache_refresh_task.cancel()
+        self.dht.is_alive = False
         await _stop(self._p2p)
 
 

@@ -1,10 +1,10 @@
 """hivemind's DHT behind our rules: what its nodes store, answer and believe.
 
 A value travels as `key length, key, value`, because hivemind sends only the SHA-1 of a key and a storing node
-could not check that a record belongs under it. `RecordGate` refuses everything else on storing and reading nodes;
-`guard` puts rate limits and shape checks before hivemind parses a peer's request, and bounds what it keeps:
-its own storage is unbounded, forgets a newer record when an older one is stored again, and lets an empty
-dictionary with a far expiry hide any value.
+could not check that a record belongs under it. `RecordGate` refuses everything else on storing and reading
+nodes; `guard` puts rate limits and shape checks before hivemind parses a peer's request, and bounds what it
+keeps: its own storage is unbounded, forgets a newer record when an older one is stored again, and lets an
+empty dictionary with a far expiry hide any value.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import math
 from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
-import msgpack  # type: ignore[import-untyped]
+import msgpack
 from hivemind.dht.node import DHTNode
 from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DHTLocalStorage
@@ -87,7 +87,7 @@ class _Storage(DHTLocalStorage):
 
 
 class RecordGate(RecordValidatorBase):
-    """Our record rule in the place where hivemind asks: before storing for a peer and before believing one."""
+    """Our record rule where hivemind asks for it: before storing for a peer and before believing one."""
 
     def __init__(self, validate: RecordValidator | None, refusals: Refusals) -> None:
         self._validate = validate
@@ -155,22 +155,26 @@ class DhtGuard:
             request = request_type.FromString(data)
         except ValueError:  # protobuf's DecodeError is one
             raise DecodeError("a DHT request is not protobuf", reason="dht_decode") from None
-        keys = 1 if request_type is dht_pb2.PingRequest else len(request.keys)
-        if not 1 <= keys <= _MAX_REQUEST_KEYS:
-            raise LimitError(f"a DHT request names {keys} keys", reason="dht_size")
-        if not self._buckets.take(peer_id, asyncio.get_running_loop().time(), keys):
+        keys = () if request_type is dht_pb2.PingRequest else request.keys
+        if len(keys) > _MAX_REQUEST_KEYS:
+            raise LimitError(f"a DHT request names {len(keys)} keys", reason="dht_size")
+        if not self._buckets.take(peer_id, asyncio.get_running_loop().time(), max(1, len(keys))):
             raise LimitError(f"{peer_id} sends more DHT requests than it may", reason="dht_rate")
         if len(request.peer.node_id) not in (0, _NODE_ID_BYTES):
             raise DecodeError("a DHT node id has the wrong length", reason="dht_decode")
-        if keys != 1 or request_type is not dht_pb2.PingRequest:
-            if any(len(key) != _NODE_ID_BYTES for key in getattr(request, "keys", ())):
-                raise DecodeError("a DHT key has the wrong length", reason="dht_decode")
+        if any(len(key) != _NODE_ID_BYTES for key in keys):
+            raise DecodeError("a DHT key has the wrong length", reason="dht_decode")
         if request_type is dht_pb2.StoreRequest and any(subkey != _REGULAR for subkey in request.subkeys):
             raise DecodeError("DHT records have no sub-keys here", reason="record_key")
 
 
 async def open_dht(
-    p2p: P2P, peer_id: PeerId, validate: RecordValidator | None, guard: DhtGuard, limits: TransportLimits, refusals: Refusals
+    p2p: P2P,
+    peer_id: PeerId,
+    validate: RecordValidator | None,
+    guard: DhtGuard,
+    limits: TransportLimits,
+    refusals: Refusals,
 ) -> DHTNode:
     """A DHT node over a running daemon, knowing nobody. Its id derives from the peer id, so that neighbours
     recognise it after a restart."""

@@ -1,4 +1,4 @@
-"""The DHT records that one node of the in-memory network holds for others: validated, rate-limited, bounded."""
+"""The DHT records that a node of the in-memory network holds for others: validated, rate-limited, bounded."""
 
 from __future__ import annotations
 

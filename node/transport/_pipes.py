@@ -1,7 +1,7 @@
 """Byte pipes of the in-memory network: ordered, reliable, with a window, and breakable from outside.
 
-A `MemoryChannel` is one end; its writes wait while `WINDOW_BYTES` are unread at the other end, so a peer that never
-reads blocks its sender, as TCP would.
+A `MemoryChannel` is one end; its writes wait while `WINDOW_BYTES` are unread at the other end, so a peer that
+never reads blocks its sender, as TCP would.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ class Pipe:
 class MemoryChannel(ByteChannel):
     """One end of a pair of pipes. `carry(pipe, arrive)` calls `arrive` after the link's delay, in order."""
 
-    def __init__(self, inbound: Pipe, outbound: Pipe, carry: Callable[[Pipe, Callable[[], None]], None]) -> None:
+    def __init__(
+        self, inbound: Pipe, outbound: Pipe, carry: Callable[[Pipe, Callable[[], None]], None]
+    ) -> None:
         self.on_close: Callable[[MemoryChannel], object] | None = None
         self._inbound = inbound
         self._outbound = outbound

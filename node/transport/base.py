@@ -1,12 +1,13 @@
 """The seam between the node and any network: what every transport offers, and nothing more.
 
-Participants: this node (one `Transport`), its connected peers, and strangers. Goals: a node can start alone; every
-call has a deadline; every byte from a peer is bounded before it is decoded; a dead network is an error, never a
-hang. Non-goals: reliability of `publish` (gossip is a hint, `node/share/gossip.py` repairs it), large values in the
-DHT (bodies go over streams), and trust (nothing here reads a payload, except DHT record validators).
+Participants: this node (one `Transport`), its connected peers, and strangers. Goals: a node can start alone;
+every call has a deadline; every byte from a peer is bounded before it is decoded; a dead network is an error,
+never a hang. Non-goals: reliability of `publish` (gossip is a hint, `node/share/gossip.py` repairs it), large
+values in the DHT (bodies go over streams), and trust (nothing here reads a payload, except DHT record
+validators).
 
-Implementations: `hivemind.py` (the real one), `memory.py` (seeded, for simulation and speed). One contract suite,
-`tests/node/transport/test_contract.py`, runs over all of them.
+Implementations: `hivemind.py` (the real one), `memory.py` (seeded, for simulation and speed). One contract
+suite, `tests/node/transport/test_contract.py`, runs over all of them.
 """
 
 from __future__ import annotations
@@ -132,14 +133,15 @@ class Transport(ABC):
 
     @abstractmethod
     def subscribe(self, topic: str) -> AbstractAsyncContextManager[AsyncIterator[Gossiped]]:
-        """Messages of a topic, own ones excluded. The queue behind it is bounded and drops the oldest; senders
-        above their token bucket and messages above MAX_ENVELOPE_BYTES are dropped and counted. Survives a
-        restart of the network stack."""
+        """Messages of a topic, own ones excluded, in no promised order. The queue behind it is bounded and
+        drops the oldest; senders above their token bucket and messages above MAX_ENVELOPE_BYTES are dropped
+        and counted. Survives a restart of the network stack."""
 
     @abstractmethod
     async def store(self, key: str, value: bytes, expires_at: int) -> None:
-        """Put a record of at most MAX_DHT_RECORD_BYTES into the DHT until `expires_at` (ms). Stored again after a
-        restart of the network stack. Raises `LocalProtocolError` when our own validator refuses it."""
+        """Put a record of at most MAX_DHT_RECORD_BYTES into the DHT until `expires_at` (ms). Stored again
+        after a restart of the network stack. Raises `LocalProtocolError` when our own validator refuses
+        it."""
 
     @abstractmethod
     async def get(self, key: str) -> bytes | None:

@@ -1,38 +1,36 @@
 """The real transport: libp2p's Go daemon, hivemind's DHT and GossipSub, supervised, in our own event loop.
 
-    calls --> session (daemon + DHT node) --> network           the daemon dies --> pending calls fail at once
-    network --> subscriptions, stream gate, DHT guard --> node      --> back-off --> same identity, same port
-                                                                    --> subscriptions, handlers, records, peers
+    calls   --> session (daemon + DHT node) --> network
+    network --> subscriptions, stream gate, DHT guard --> node
+    the daemon dies --> pending calls fail at once --> back-off --> a new session: same identity and port,
+    subscriptions, handlers, records, dialled peers
 
 Never `hivemind.DHT`: it forks a process whose pipe dies on values near 100 KB. TCP only. Calls made while the
-stack is being rebuilt (0.2 s) wait for it within their own deadline. Not for what travels: frames, envelopes and
-records are checked by `streams`, `node/share/gossip.py` and the record validator.
+stack is being rebuilt (0.2 s) wait for it within their own deadline. Not for what travels: frames, envelopes
+and records are checked by `streams`, `node/share/gossip.py` and the record validator.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
-import itertools
 import logging
 import random
-import re
-import socket
 import time
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import TypeVar
 
+from hivemind.dht.node import DHTNode
 from hivemind.p2p import P2P, PeerID
 from hivemind.proto import p2pd_pb2
-from hivemind.utils.multiaddr import Multiaddr
 
-from node.transport._control import ControlError, SocketPair, read_message
+from node.transport._addresses import parse_address, require_free, tcp_port, with_port
+from node.transport._control import SocketPair, read_message
 from node.transport._daemon import STACK_ERRORS, Session
 from node.transport._dht import DhtGuard, open_dht, unwrap, wrap
+from node.transport._neighbours import Neighbours
 from node.transport._sockets import SocketChannel
 from node.transport.base import (
     ConnectedPeer,
@@ -48,7 +46,14 @@ from node.transport.records import require_storable
 from node.transport.streams import FramedStream, StreamGate
 from node.transport.subscription import Subscription
 from protocol.constants import MAX_ENVELOPE_BYTES
-from protocol.errors import AddressError, DeadlineError, LocalProtocolError, SignatureError, TransportError
+from protocol.errors import (
+    AddressError,
+    DeadlineError,
+    KeyFileError,
+    LocalProtocolError,
+    SignatureError,
+    TransportError,
+)
 from protocol.identity import Identity, public_key
 from protocol.messages import PeerId
 
@@ -58,10 +63,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_LISTEN = re.compile(r"(/ip[46]/([0-9a-fA-F.:]+)/tcp/)([0-9]{1,5})")
 _MAX_GOSSIP_BYTES = 2 * 1024 * 1024  # GossipSub itself stops at 1 MiB
-_MAINTAIN_EVERY_S = 2.0
-_MAX_KNOWN_PEERS = 256
 _STREAM_HEADER_TIMEOUT_S = 5.0
 _HEALTHY_AFTER_S = 60.0
 _FIRST_DELAY_S = 0.1
@@ -82,7 +84,11 @@ class HivemindTransport(Transport):
         rng: random.Random | None = None,
         max_daemon_bytes: int = 512 * 1024 * 1024,
     ) -> None:
-        self.peer_id = Identity.from_libp2p(identity_path.read_bytes()).peer_id
+        try:
+            key = identity_path.read_bytes()
+        except OSError as error:
+            raise KeyFileError(f"the identity key {identity_path} cannot be read: {error.strerror}") from None
+        self.peer_id = Identity.from_libp2p(key).peer_id
         self._identity_path = identity_path
         self._listen = listen
         self._announce = announce
@@ -98,16 +104,15 @@ class HivemindTransport(Transport):
         self._supervisor: asyncio.Task[None] | None = None
         self._addresses: tuple[str, ...] = ()
         self._handlers: dict[str, StreamHandler] = {}
-        self._subscriptions: dict[Subscription, SocketPair | None] = {}
-        self._records: dict[str, tuple[bytes, int]] = {}
-        self._known: OrderedDict[PeerId, str] = OrderedDict()
+        self._subscriptions: dict[Subscription, SocketPair] = {}
+        self._neighbours = Neighbours(self._limits, self._delay_s)
         self._restarts = 0
         self._closed = False
 
     # --- life ---
 
     async def start(self) -> None:
-        _require_free(self._listen)
+        require_free(self._listen)
         self._use(await self._open_session())
         self._supervisor = asyncio.create_task(self._supervise())
 
@@ -160,24 +165,25 @@ class HivemindTransport(Transport):
                 failures += 1
                 try:
                     self._use(await self._open_session())
-                except TransportError as error:
-                    logger.warning("the network stack is still down after %d tries: %s", failures, error)
+                except Exception as error:
+                    # Whatever a foreign stack raises: a supervisor that dies is a node that hangs.
+                    logger.warning("the network stack is still down after %d tries: %r", failures, error)
             self._restarts += 1
 
     def _delay_s(self, failures: int) -> float:
         """Exponential back-off with jitter: 0.05 to 0.15 s at first, at most 15 to 45 s."""
-        return min(_FIRST_DELAY_S * 2.0**min(failures, 20), _MAX_DELAY_S) * self._rng.uniform(0.5, 1.5)
+        return min(_FIRST_DELAY_S * 2.0 ** min(failures, 20), _MAX_DELAY_S) * self._rng.uniform(0.5, 1.5)
 
     def _use(self, session: Session) -> None:
         self._session = session
         self._session_changed.set()
-        session.spawn(self._maintain(session))
+        session.spawn(self._neighbours.maintain(session, self._read_addresses))
 
     async def _open_session(self) -> Session:
         """A session with the port of the first one, our handlers and subscriptions."""
 
-        def dht(p2p: P2P) -> Awaitable[object]:
-            return open_dht(
+        async def dht(p2p: P2P) -> DHTNode:
+            return await open_dht(
                 p2p, self.peer_id, self._validate_record, self._dht_guard, self._limits, self._refusals
             )
 
@@ -205,48 +211,10 @@ class HivemindTransport(Transport):
     async def _read_addresses(self, session: Session) -> None:
         addresses = await session.control.addresses()
         self._addresses = tuple(f"{address}/p2p/{self.peer_id}" for address in addresses)
-        listen = _LISTEN.fullmatch(self._listen)
-        if listen is not None and listen.group(3) == "0":
-            ports = [match.group(3) for address in addresses if (match := _LISTEN.fullmatch(address))]
+        if tcp_port(self._listen) == "0":
+            ports = [port for address in addresses if (port := tcp_port(address)) is not None]
             if ports:
-                self._listen = listen.group(1) + ports[0]
-
-    async def _maintain(self, session: Session) -> None:
-        """Keep the connections this node has dialled, and give its records to new neighbours."""
-        connected: set[PeerId] = set()
-        dialling: dict[PeerId, asyncio.Task[None]] = {}
-        while True:
-            try:
-                async with asyncio.timeout(self._limits.connect_timeout_s):
-                    before, connected = connected, {peer.peer_id for peer in await session.control.peers()}
-                    await self._read_addresses(session)
-            except (*STACK_ERRORS, TimeoutError) as error:
-                session.break_down(f"the daemon does not answer: {error!r}")
-                return
-            dialling = {peer_id: task for peer_id, task in dialling.items() if not task.done()}
-            for peer_id, address in self._known.items():
-                if peer_id not in connected and peer_id not in dialling:
-                    dialling[peer_id] = session.spawn(self._dial_again(session, peer_id, address))
-            if connected - before:
-                await self._store_all(session)
-            await asyncio.sleep(_MAINTAIN_EVERY_S)
-
-    async def _dial_again(self, session: Session, peer_id: PeerId, address: str) -> None:
-        """Until it answers, ever more rarely."""
-        for failures in itertools.count(3):
-            try:
-                return await self._dial(session, address)
-            except TransportError as error:
-                logger.debug("cannot reach %s again: %s", peer_id, error)
-            await asyncio.sleep(self._delay_s(failures))
-
-    async def _store_all(self, session: Session) -> None:
-        now_ms = time.time_ns() // 1_000_000
-        self._records = {key: record for key, record in self._records.items() if record[1] > now_ms}
-        for key, (value, expires_at) in list(self._records.items()):
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._limits.dht_timeout_s):
-                    await session.dht.store(key, wrap(key, value), expires_at / 1000)
+                self._listen = with_port(self._listen, ports[0])
 
     async def _call(
         self, waiting_for: str, timeout_s: float, operation: Callable[[Session], Awaitable[T]]
@@ -262,8 +230,12 @@ class HivemindTransport(Transport):
                 finally:
                     session.leave(scope)
         except TimeoutError:
+            if self._closed:
+                raise TransportError(f"{waiting_for}: the network was closed") from None
             if session is not None and session.dead:
-                raise TransportError(f"{waiting_for}: the network daemon died; it is being restarted") from None
+                raise TransportError(
+                    f"{waiting_for}: the network daemon died; it is being restarted"
+                ) from None
             raise DeadlineError(waiting_for, timeout_s) from None
         except STACK_ERRORS as error:
             raise TransportError(f"{waiting_for} failed: {error}") from None
@@ -280,38 +252,20 @@ class HivemindTransport(Transport):
     # --- peers ---
 
     async def connect(self, address: str) -> PeerId:
-        peer_id, _ = _parse(address)
+        peer_id, _ = parse_address(address)
         if peer_id == self.peer_id:
             raise AddressError(f"{address} is this node itself; give the address of another one")
 
         async def connect(session: Session) -> None:
-            await self._dial(session, address)
-            await self._store_all(session)
+            await self._neighbours.dial(session, address)
+            await self._neighbours.store_all(session)
 
         try:
             await self._call(f"connecting to {address}", self._limits.connect_timeout_s, connect)
         except DeadlineError as error:
             raise AddressError(f"{address} does not answer within {error.timeout_s:g} s") from None
-        self._known[peer_id] = address
-        self._known.move_to_end(peer_id)
-        while len(self._known) > _MAX_KNOWN_PEERS:
-            self._known.popitem(last=False)
+        self._neighbours.keep(peer_id, address)
         return peer_id
-
-    async def _dial(self, session: Session, address: str) -> None:
-        """Connect, and join the peer's DHT: before its ping is answered a DHT read finds nothing."""
-        peer_id, target = _parse(address)
-        peer = PeerID.from_base58(peer_id)
-        try:
-            async with asyncio.timeout(self._limits.connect_timeout_s):
-                await session.control.connect(peer, [target], self._limits.connect_timeout_s)
-                if await session.dht.protocol.call_ping(peer) is None:
-                    raise AddressError(f"{address} is connected but answers no DHT ping; is it a node of a swarm?")
-                await session.dht.find_nearest_nodes([session.dht.node_id])
-        except ControlError as error:
-            raise AddressError(f"{address} cannot be reached: {error}") from None
-        except TimeoutError:
-            raise AddressError(f"{address} does not answer") from None
 
     async def peers(self) -> tuple[ConnectedPeer, ...]:
         async def peers(session: Session) -> tuple[ConnectedPeer, ...]:
@@ -326,7 +280,9 @@ class HivemindTransport(Transport):
 
     async def publish(self, topic: str, data: bytes) -> None:
         if len(data) > MAX_ENVELOPE_BYTES:
-            raise LocalProtocolError(f"a message of {len(data)} bytes is above the cap of {MAX_ENVELOPE_BYTES}")
+            raise LocalProtocolError(
+                f"a message of {len(data)} bytes is above the cap of {MAX_ENVELOPE_BYTES}"
+            )
         await self._call(
             f"publishing on {topic}",
             self._limits.connect_timeout_s,
@@ -339,15 +295,15 @@ class HivemindTransport(Transport):
     @asynccontextmanager
     async def _subscribe(self, topic: str) -> AsyncIterator[AsyncIterator[Gossiped]]:
         subscription = Subscription(topic, self.peer_id, self._limits, self._refusals)
-        await self._call(
-            f"subscribing to {topic}",
-            self._limits.connect_timeout_s,
-            lambda session: self._attach(session, subscription),
-        )
         try:
+            await self._call(
+                f"subscribing to {topic}",
+                self._limits.connect_timeout_s,
+                lambda session: self._attach(session, subscription),
+            )
             yield subscription.queue
         finally:
-            pair = self._subscriptions.pop(subscription)
+            pair = self._subscriptions.pop(subscription, None)
             if pair is not None:
                 pair[1].transport.abort()
 
@@ -358,7 +314,7 @@ class HivemindTransport(Transport):
         session.spawn(self._read(session, subscription, pair))
 
     async def _read(self, session: Session, subscription: Subscription, pair: SocketPair) -> None:
-        """Never waits for the subscriber: the daemon drops what is not read (its buffer holds 32 messages)."""
+        """Never waits for the subscriber: the daemon buffers 32 messages and drops what is not read."""
         reader, writer = pair
         loop = asyncio.get_running_loop()
         try:
@@ -382,7 +338,7 @@ class HivemindTransport(Transport):
 
     async def store(self, key: str, value: bytes, expires_at: int) -> None:
         require_storable(self._validate_record, key, value, expires_at)
-        self._records[key] = (value, expires_at)
+        self._neighbours.records[key] = (value, expires_at)
         await self._call(
             f"storing the DHT record {key}",
             self._limits.dht_timeout_s,
@@ -451,32 +407,3 @@ class HivemindTransport(Transport):
 async def _serve(server: asyncio.Server) -> None:
     async with server:
         await server.serve_forever()
-
-
-def _parse(address: str) -> tuple[PeerId, Multiaddr]:
-    """Peer id and dialable part of `.../p2p/<peer id>`."""
-    where, _, peer_id = address.rpartition("/p2p/")
-    try:
-        public_key(peer_id)
-        return peer_id, Multiaddr(where)
-    except (SignatureError, ValueError):
-        raise AddressError(
-            f"{address[:200]!r} is no address of the form /ip4/<address>/tcp/<port>/p2p/<peer id>"
-        ) from None
-
-
-def _require_free(listen: str) -> None:
-    """Raise `AddressError` unless we can listen there. libp2p sets SO_REUSEPORT, so that a second node on the same
-    port would start without an error and steal connections from the first."""
-    match = _LISTEN.fullmatch(listen)
-    if match is None or int(match.group(3)) > 65_535:
-        raise AddressError(f"{listen!r} is no listening address of the form /ip4/<address>/tcp/<port>")
-    family = socket.AF_INET if match.group(1).startswith("/ip4") else socket.AF_INET6
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((match.group(2), int(match.group(3))))
-        except OSError as error:
-            raise AddressError(
-                f"cannot listen on {listen}: {error.strerror or error}; choose another port, or 0 for any free one"
-            ) from None

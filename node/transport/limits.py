@@ -1,9 +1,9 @@
 """Bounds on what strangers can make us do: token buckets, counters and queues that cannot grow.
 
-For every transport and for `node/share/gossip.py`; nothing here knows what it limits. Each structure is keyed by
-values that a peer can invent for free, so each is bounded itself: buckets of newcomers cost a token of a shared
-bucket, counters fold the least recent entries into one line, queues drop the oldest. Time is an argument.
-Not for limits of the protocol (sizes on the wire): those are in `protocol/constants.py`.
+For every transport and for `node/share/gossip.py`; nothing here knows what it limits. Each structure is keyed
+by values that a peer can invent for free, so each is bounded itself: buckets of newcomers cost a token of a
+shared bucket, counters fold the least recent entries into one line, queues drop the oldest. Time is an
+argument. Not for limits of the protocol (sizes on the wire): those are in `protocol/constants.py`.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class KeyedTokenBuckets:
     """One token bucket per key, for at most `capacity` keys.
 
     A key seen for the first time takes a token of the newcomers' bucket as well. So a flood of invented keys
-    drains that one only: keys already known keep their full rate, and cannot be pushed out faster than newcomers
-    are let in. The least recently used key is forgotten first.
+    drains that one only: keys already known keep their full rate, and cannot be pushed out faster than
+    newcomers are let in. The least recently used key is forgotten first.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ __all__ = ["LINKS", "Fault", "LinkConditions"]
 class LinkConditions:
     """How messages travel between any two connected peers. Probabilities are per message and hop.
 
-    Streams are reliable: a lost piece of a stream arrives later (it is sent again), never out of order or twice.
+    Streams are reliable: a lost piece is sent again and arrives later, never twice or out of order.
     """
 
     delay_min_ms: float = 0.0
@@ -27,7 +27,9 @@ class LinkConditions:
 
     def __post_init__(self) -> None:
         if not 0 <= self.delay_min_ms <= self.delay_max_ms:
-            raise ValueError(f"delays must satisfy 0 <= min <= max, not {self.delay_min_ms} and {self.delay_max_ms}")
+            raise ValueError(
+                f"delays must satisfy 0 <= min <= max, not {self.delay_min_ms} and {self.delay_max_ms}"
+            )
         for name in ("loss", "reorder", "duplication"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is a probability, not {getattr(self, name)}")

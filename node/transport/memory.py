@@ -1,10 +1,10 @@
 """The in-memory network: the whole transport contract in one process, seeded, with faults; for simulations.
 
-One `MemoryNetwork` holds the links and the one random source; each node has a `MemoryTransport`. Everything moves
-by `loop.call_at` only, so on a virtual loop (`node.clock.run_virtual`) the same seed gives the same run. Gossip
-floods hop by hop over connections between subscribers, DHT records lie at the five closest reachable peers,
-streams are byte pipes under the same frames and caps as real ones. Not modelled: bandwidth, and the internals of
-GossipSub and Kademlia.
+One `MemoryNetwork` holds the links and the one random source; each node has a `MemoryTransport`. Everything
+moves by `loop.call_at` only, so on a virtual loop (`node.clock.run_virtual`) the same seed gives the same
+run. Gossip floods hop by hop over connections between subscribers, DHT records lie at the five closest
+reachable peers, streams are byte pipes under the same frames and caps as real ones. Not modelled: bandwidth,
+and the internals of GossipSub and Kademlia.
 """
 
 from __future__ import annotations
@@ -281,13 +281,17 @@ class MemoryTransport(Transport):
 
     async def peers(self) -> tuple[ConnectedPeer, ...]:
         self._require_up()
-        return tuple(ConnectedPeer(other.peer_id, other.addresses()) for other in self._network.linked(self.peer_id))
+        return tuple(
+            ConnectedPeer(other.peer_id, other.addresses()) for other in self._network.linked(self.peer_id)
+        )
 
     # --- gossip ---
 
     async def publish(self, topic: str, data: bytes) -> None:
         if len(data) > MAX_ENVELOPE_BYTES:
-            raise LocalProtocolError(f"a message of {len(data)} bytes is above the cap of {MAX_ENVELOPE_BYTES}")
+            raise LocalProtocolError(
+                f"a message of {len(data)} bytes is above the cap of {MAX_ENVELOPE_BYTES}"
+            )
         self._require_up()
         message = _Message(self._network.next_message_number(), self.peer_id, topic, data)
         self._remember(message)
@@ -310,7 +314,9 @@ class MemoryTransport(Transport):
         for other in self._network.linked(self.peer_id):
             if other.peer_id not in (came_from, message.origin) and other._subscribed(message.topic):
                 self._network.send_message(
-                    self.peer_id, other.peer_id, lambda other=other: other._heard(message, came_from=self.peer_id)
+                    self.peer_id,
+                    other.peer_id,
+                    lambda other=other: other._heard(message, came_from=self.peer_id),
                 )
 
     def _heard(self, message: _Message, came_from: PeerId) -> None:
@@ -350,7 +356,11 @@ class MemoryTransport(Transport):
             best, best_expires_at = own
         for holder in self._network.closest(self.peer_id, key, _BEAM):
             found = holder._held.asked(self.peer_id, key)
-            if found is not None and found[1] > best_expires_at and self._held.is_valid(holder.peer_id, key, *found):
+            if (
+                found is not None
+                and found[1] > best_expires_at
+                and self._held.is_valid(holder.peer_id, key, *found)
+            ):
                 best, best_expires_at = found
         return best
 

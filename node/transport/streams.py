@@ -1,9 +1,9 @@
 """Framed streams and the gate for incoming ones, shared by all transports.
 
-A transport brings a `ByteChannel` (exact reads, writes with backpressure); `FramedStream` puts capped frames and
-deadlines on it, and `StreamGate` runs the handlers of incoming streams: caps and token bucket before a byte is
-read, one deadline per handler, whatever it raises ends that stream only. Data passes peer -> channel -> frame ->
-handler. Not for the content of frames.
+A transport brings a `ByteChannel` (exact reads, writes with backpressure); `FramedStream` puts capped frames
+and deadlines on it, and `StreamGate` runs the handlers of incoming streams: caps and token bucket before a
+byte is read, one deadline per handler, whatever it raises ends that stream only. Data passes peer -> channel
+-> frame -> handler. Not for the content of frames.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class StreamGate:
         self._tasks.add(task)
 
         def finished(task: asyncio.Task[None]) -> None:
-            # A callback, not the handler's `finally`, which does not run when the task is cancelled before it began.
+            # Not in the handler's `finally`, which does not run when the task is cancelled before it began.
             channel.close()
             self._tasks.discard(task)
             self._open_by_peer[peer_id] -= 1
@@ -161,7 +161,7 @@ class StreamGate:
         except TransportError as error:
             logger.debug("stream of %s ended early: %s", peer_id, error)
         except Exception as error:
-            # The boundary between a peer and us: a bug of ours ends one stream, and is told once, not per stream.
+            # The boundary between a peer and us: a bug of ours ends one stream and is told once.
             self._refusals.add(peer_id, "handler")
             kind = f"{type(error).__name__} in {getattr(handler, '__qualname__', 'a handler')}"
             if len(self._failures_logged) < 64 and kind not in self._failures_logged:

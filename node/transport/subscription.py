@@ -1,8 +1,8 @@
-"""One reader's view of a gossip topic: what passes from the network to its queue, the same for every transport.
+"""One reader's view of a gossip topic: what passes from any network to its queue.
 
-Checked in order of cost and before any decoding: not our own, a sender with a peer id of this protocol, size,
-token bucket of the sender. What fails is dropped and counted against the sender. Not for signatures and replays:
-`node/share/gossip.py` opens the envelopes.
+Checked in order of cost and before any decoding: not our own, token bucket of the sender, size. What fails
+is dropped and counted against the sender. Not for signatures and replays: `node/share/gossip.py` opens the
+envelopes.
 """
 
 from __future__ import annotations

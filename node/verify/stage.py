@@ -1,7 +1,7 @@
 """The verify stage: fetched bodies in, accepted groups into the pool, everything else counted.
 
-One loop over a bounded queue. What a judgement means for the pool, for trust and for the screen is decided here; the
-judging itself is `pipeline.py`.
+One loop over a bounded queue. What a judgement means for pool, trust and screen is decided here; the judging
+itself is `pipeline.py`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ from protocol.messages import PeerId
 __all__ = ["VerifyStage"]
 
 SHOWN_COMPLETION_CHARS = 500
+UNCERTAIN_REASONS = frozenset({"copied", "scorer_memory", "scorer_timeout"})
+"""Refused, but an honest peer can get here: a late joiner may hear a copy before its original (seen in a run, where
+the original's author was put into quarantine), and a slow machine may miss the scorer's deadline. A soft failure."""
 
 
 class VerifyStage:
@@ -84,7 +87,8 @@ class VerifyStage:
             return
         self._peers.rejected(author, judgement.reason)
         if judgement.blames_author:
-            self._trust.record(author, Hardness.HARD, window)
+            found = Hardness.SOFT if judgement.reason in UNCERTAIN_REASONS else Hardness.HARD
+            self._trust.record(author, found, window)
 
     def _event(self, fetched: Fetched, judgement: Judgement) -> GroupJudged:
         announcement, group = fetched.heard.announcement, judgement.group

@@ -27,7 +27,8 @@ __all__ = [
 STD_EPSILON = 1e-6
 OMEGA_MIN, OMEGA_MAX = 1 / 3, 3.0
 MAX_CAPABILITY_ADVANTAGE = 10.0
-"""mu_k is no mean of the pooled rewards, so nothing else bounds (r - mu_k) / std when the rewards hardly differ."""
+"""mu_k is no mean of the pooled rewards, so nothing else bounds (r - mu_k) / std when the rewards hardly
+differ."""
 _SMALL = 1e-6
 
 
@@ -83,8 +84,9 @@ def capability_aware(
     (r_(k,i) - mu_k) / (std of all nG rewards + 1e-6). The learner k uses A_(k) for its own rollouts and
     omega(j, k) A_(j) for those of agent j: its sender's advantage, more for stronger senders.
 
-    Source: HACPO, arXiv 2603.02604. Evidence: EXACT; the clamp, the epsilon, the unbiased std and means over
-    unequal group sizes are ours. Inputs: re-scored rewards by agent, P by agent (`CapabilityTracker.value`).
+    Source: HACPO, arXiv 2603.02604. Evidence: EXACT; ours are the clamp of omega, the epsilon, the unbiased
+    std, means over unequal group sizes, zeros where all nG rewards are alike, and the bound of +-10. Inputs:
+    re-scored rewards by agent, P by agent (`CapabilityTracker.value`).
     """
     pooled = [reward for group in rewards.values() for reward in group]
     if not has_signal(pooled):

@@ -25,7 +25,7 @@ from node.compute import InlineCompute
 from node.events import Event, EventBus
 from node.node import Node, NodeParts
 from node.sandbox.scorer import Scorer
-from node.state import MemorySequence
+from node.state import MemorySequence, MemoryWindows
 from node.telemetry import JsonlSink
 from node.train.step import Trainer
 from node.transport.links import LINKS
@@ -113,6 +113,7 @@ async def _build(
         transport=transport,
         sequence=MemorySequence(clock.now_ms()),
         replay=ReplayCache(),
+        windows=MemoryWindows(),
         clock=clock,
         compute=InlineCompute(COSTS_S),
         bus=bus,

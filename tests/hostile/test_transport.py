@@ -17,6 +17,7 @@ from node.transport.base import Stream, TransportLimits
 from node.transport.limits import OTHER_PEERS, KeyedTokenBuckets, Refusals
 from node.transport.links import LINKS
 from node.transport.memory import MemoryNetwork
+from node.transport.streams import ByteChannel
 from protocol.errors import TransportError
 from protocol.identity import Identity
 
@@ -133,7 +134,10 @@ def test_peer_at_100_times_its_quota_costs_the_honest_nothing(flooded):
             tasks = [asyncio.create_task(listen(messages))]
             tasks += [asyncio.create_task(speak(transport, 5)) for transport in honest]
             await asyncio.sleep(1)
-            tasks += [asyncio.create_task(speak(transport, 1000 if n == 0 else 40)) for n, transport in enumerate(hostile)]
+            tasks += [
+                asyncio.create_task(speak(transport, 1000 if n == 0 else 40))
+                for n, transport in enumerate(hostile)
+            ]
             await asyncio.sleep(4)
             for task in tasks:
                 task.cancel()
@@ -161,9 +165,7 @@ def test_slow_peer_is_dropped_by_deadline(behaviour):
         victim.serve(ECHO, talk if behaviour == "never reads" else echo)
         for transport in (victim, hostile):
             await transport.start()
-        loop = asyncio.get_running_loop()
         channel = await hostile.open_channel(victim.peer_id, ECHO)
-        began_s = loop.time()
 
         async def drip() -> None:
             for byte in b"\x00\x00\x01\x00" + b"x" * 256:
@@ -171,15 +173,18 @@ def test_slow_peer_is_dropped_by_deadline(behaviour):
                 await asyncio.sleep(10)
 
         dripping = asyncio.create_task(drip() if behaviour == "byte per 10 s" else asyncio.sleep(0))
-        while not victim.counters():
-            await asyncio.sleep(0.5)
+        await asyncio.sleep(TransportLimits().stream_timeout_s + 1)
         assert victim.counters() == {(hostile.peer_id, "deadline"): 1}
-        assert loop.time() - began_s <= TransportLimits().stream_timeout_s + 1
         await asyncio.gather(dripping, return_exceptions=True)
         for transport in (hostile, victim):
             await transport.close()
 
     run_virtual(main())
+
+
+async def write_without_reading(channel: ByteChannel) -> None:
+    while True:
+        await channel.write((1 << 20).to_bytes(4, "big") + b"x" * (1 << 20))
 
 
 @pytest.mark.net
@@ -216,7 +221,9 @@ async def test_real_daemons_under_attack(tmp_path: Path):
     dht = hostile._session.dht
     expires = time.time() + 60
     for number in range(150):
-        await dht.protocol.call_store(_peer(victim), [_key(f"k{number}")], [_value(f"k{number}", b"x")], expires)
+        await dht.protocol.call_store(
+            _peer(victim), [_key(f"k{number}")], [_value(f"k{number}", b"x")], expires
+        )
     storage = victim._session.dht.protocol.storage
     assert len(storage) <= 10
     assert victim.counters()[hostile.peer_id, "dht_rate"] > 20
@@ -224,12 +231,8 @@ async def test_real_daemons_under_attack(tmp_path: Path):
     # Streams that say nothing, and one that never reads what it asked for.
     silent = [await hostile.open_channel(victim.peer_id, ECHO) for _ in range(6)]
     with pytest.raises((TransportError, TimeoutError)):
-        async with asyncio.timeout(0.5):
-            for _ in range(64):
-                await silent[0].write((1 << 20).to_bytes(4, "big") + b"x" * (1 << 20))
-    async with asyncio.timeout(5):
-        while victim.counters().get((hostile.peer_id, "streams"), 0) < 2:
-            await asyncio.sleep(0.01)
+        await asyncio.wait_for(write_without_reading(silent[0]), 0.5)
+    assert victim.counters()[hostile.peer_id, "streams"] == 2
 
     # Meanwhile the honest peer is served.
     stream = await honest.open_stream(victim.peer_id, ECHO)
@@ -271,7 +274,9 @@ async def test_hostile_dht_node_can_neither_hide_nor_forge_a_record(tmp_path: Pa
     async def lie(data: bytes, remote_id: object) -> bytes:
         request = dht_pb2.FindRequest.FromString(data)
         empty = hostile._session.dht.protocol.serializer.dumps(DictionaryDHTValue())
-        result = dht_pb2.FindResult(type=dht_pb2.FOUND_DICTIONARY, value=empty, expiration_time=time.time() + 1e6)
+        result = dht_pb2.FindResult(
+            type=dht_pb2.FOUND_DICTIONARY, value=empty, expiration_time=time.time() + 1e6
+        )
         return dht_pb2.FindResponse(
             results=[result] * len(request.keys), peer=hostile._session.dht.protocol.node_info
         ).SerializeToString()

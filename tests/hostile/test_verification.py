@@ -107,7 +107,7 @@ def written(text: str, reward: float, policy: str = "") -> Rollout:
     """A rollout of one token per character; each prefix has its log-probability under `policy`."""
     ids = [*text.encode("ascii"), EOS]
     prefixes = [f"{policy} {ids[: place + 1]}" for place in range(len(ids))]
-    logprobs = [-random.Random(each).expovariate(2.0) for each in prefixes]
+    logprobs = [-random.Random(each).expovariate(8.0) for each in prefixes]
     return Rollout(
         text=text,
         token_ids=np.asarray(ids, dtype="<u4").tobytes(),

@@ -52,7 +52,7 @@ def snapshot(trainer: Trainer) -> dict[str, bytes]:
 
 def test_micro_batches_add_up(policy: Policy, batch: TrainingBatch) -> None:
     whole = gradients(Trainer(policy, SETTINGS), batch)
-    for budget in (1, 40, 100):
+    for budget in (1, 60):
         parts = gradients(Trainer(policy, dataclasses.replace(SETTINGS, micro_batch_tokens=budget)), batch)
         for name, gradient in whole.items():
             assert torch.allclose(parts[name], gradient, atol=1e-6, rtol=1e-4), name
@@ -119,8 +119,8 @@ def test_state_dict_is_a_copy(policy: Policy, batch: TrainingBatch) -> None:
 
 def test_warm_up(policy: Policy, batch: TrainingBatch) -> None:
     trainer = Trainer(policy, dataclasses.replace(SETTINGS, learning_rate=1e-3, warmup_steps=4))
-    rates = [trainer.step(batch).learning_rate for _ in range(6)]
-    assert rates == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3, 1e-3, 1e-3])
+    rates = [trainer.step(batch).learning_rate for _ in range(5)]
+    assert rates == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3, 1e-3])
     constant = Trainer(policy, dataclasses.replace(SETTINGS, learning_rate=1e-3, warmup_steps=0))
     assert constant.step(batch).learning_rate == 1e-3
 

@@ -66,7 +66,9 @@ class Nodes:
             self._network.restart(transport.peer_id)
         await self.eventually(lambda: transport.restarts == 1)
 
-    async def eventually(self, condition: Callable[[], bool | Awaitable[bool]], deadline_s: float = DEADLINE_S) -> None:
+    async def eventually(
+        self, condition: Callable[[], bool | Awaitable[bool]], deadline_s: float = DEADLINE_S
+    ) -> None:
         """Wait for what no event announces."""
         async with asyncio.timeout(deadline_s):
             while True:

@@ -56,7 +56,9 @@ async def test_peer_id_is_that_of_the_identity_and_part_of_the_address(nodes):
     assert transport.addresses()[0].endswith(f"/p2p/{transport.peer_id}")
 
 
-@pytest.mark.parametrize("address", ["", "nonsense", "/ip4/127.0.0.1/tcp/1", "/memory/p2p/", "/ip4/x/tcp/y/p2p/z"])
+@pytest.mark.parametrize(
+    "address", ["", "nonsense", "/ip4/127.0.0.1/tcp/1", "/memory/p2p/", "/ip4/x/tcp/y/p2p/z"]
+)
 async def test_malformed_address_is_an_address_error(nodes, address):
     transport = await nodes.open(1)
     with pytest.raises(AddressError, match="of the form"):
@@ -341,6 +343,11 @@ async def test_close_is_idempotent_ends_subscriptions_and_fails_calls(nodes):
         assert [message async for message in messages] == []
     with pytest.raises(TransportError):
         await stream.receive()
-    for call in (first.publish(TOPIC, b"x"), first.peers(), first.get("key"), first.open_stream(second.peer_id, ECHO)):
+    for call in (
+        first.publish(TOPIC, b"x"),
+        first.peers(),
+        first.get("key"),
+        first.open_stream(second.peer_id, ECHO),
+    ):
         with pytest.raises(TransportError):
             await call

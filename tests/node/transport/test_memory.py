@@ -45,7 +45,8 @@ def network_of(link: LinkConditions = LINKS["perfect"], seed: int = 0) -> Memory
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"delay_min_ms": 2, "delay_max_ms": 1}, {"delay_min_ms": -1}, {"loss": 1.1}, {"reorder": -0.1}]
+    "arguments",
+    [{"delay_min_ms": 2, "delay_max_ms": 1}, {"delay_min_ms": -1}, {"loss": 1.1}, {"reorder": -0.1}],
 )
 def test_impossible_link_conditions_are_refused(arguments):
     with pytest.raises(ValueError, match=r"delays|probability"):
@@ -227,11 +228,15 @@ def test_sender_waits_for_a_reader_that_does_not_read():
         nodes[0].serve(ECHO, never_read)
         channel = await nodes[1].open_channel(PEERS[0], ECHO)
         sent = 0
+
+        async def write_on() -> None:
+            nonlocal sent
+            while True:
+                await channel.write(b"x" * 10_000)
+                sent += 10_000
+
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(5):
-                while True:
-                    await channel.write(b"x" * 10_000)
-                    sent += 10_000
+            await asyncio.wait_for(write_on(), 5)
         assert WINDOW_BYTES - 10_000 < sent <= WINDOW_BYTES
         await close(nodes)
 

@@ -107,11 +107,11 @@ async def test_an_unreadable_body_is_refused_with_a_reason(world, alice):
 
 
 async def test_large_bodies_are_decoded_beside_the_loop(alice):
-    world = World(group_size=64, max_new_tokens=512)
+    world = World(group_size=64, max_new_tokens=2048)
     compute = GatedCompute()
-    tokens = [ord("x")] * 511 + [EOS]
+    tokens = [ord("x")] * 2047 + [EOS]
     group = replace(
-        world.group(alice), rollouts=tuple(rollout(tokens, [-0.1] * 512, reward=0.0) for _ in range(64))
+        world.group(alice), rollouts=tuple(rollout(tokens, [-0.1] * 2048, reward=0.0) for _ in range(64))
     )
     item = candidate(group)
     assert len(item.body) > INLINE_BODY_BYTES

@@ -1,0 +1,204 @@
+"""The liar's process: a member of the swarm that only ever publishes lies (`swarm_cli/liar.py`).
+
+Started by `swarm demo --with-liar` as `python -m swarm_cli.demo.liar_node <config>`. It walks through its own slots
+like an honest node, so that nothing but the lie is wrong with what it sends: a slot whose prompt a peer has answered
+already is answered with a copy, the others with false rewards, an easier question, or another slot's prompt in turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import signal
+import sys
+from collections import OrderedDict
+from pathlib import Path
+
+from node.build import load_charter, open_engine, open_environments, open_policy, open_sandbox
+from node.clock import Clock, SystemClock
+from node.compute import ThreadCompute
+from node.config import NodeConfig, load_config
+from node.events import EventBus
+from node.keys import load_key
+from node.paths import Home
+from node.rollout.admission import Admission
+from node.rollout.prompts import AssignedPrompt, PromptFeed, Universe
+from node.rollout.scoring import OwnScorer
+from node.rollout.worker import RolloutWorker
+from node.sandbox.scorer import Scorer
+from node.share.collect import fetch_body
+from node.share.gossip import Gossip
+from node.share.presence import Presence
+from node.share.publish import Publisher
+from node.state import MemorySequence, MemoryWindows
+from node.supervise import StageGauge, run_stages
+from node.transport import open_transport
+from node.transport.base import Transport
+from protocol.charter import swarm_id
+from protocol.codec import decode
+from protocol.constants import MAX_BLOB_BYTES, PROTOCOL_VERSION
+from protocol.errors import RemoteProtocolError, TransportError
+from protocol.identity import Identity
+from protocol.messages import Charter, Lineage, PeerRecord, PromptRef, RolloutGroup, Sampling
+from protocol.records import record_validator
+from swarm_cli.liar import Liar, Lie
+
+__all__ = ["LiarNode", "main"]
+
+PACE_S = 0.25
+"""One lie in this time: about as many groups as an honest node sends."""
+KEPT_GROUPS = 512
+FETCH_S = 5.0
+
+
+class LiarNode:
+    """Listens, keeps what it can copy, and lies."""
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        identity: Identity,
+        charter: Charter,
+        clock: Clock,
+        transport: Transport,
+        sandbox: Scorer,
+    ) -> None:
+        policy = open_policy(config, charter)
+        environments = open_environments(charter)
+        swarm = swarm_id(charter)
+        lineage = Lineage(owner=identity.peer_id, base_model=policy.base_model, tokenizer=policy.tokenizer_digest)
+        universe = Universe(swarm, charter, environments)
+        sequence = MemorySequence(clock.now_ms() * 1024)
+        self._transport = transport
+        self._liar = Liar(charter, swarm, lineage)
+        self._feed = PromptFeed(universe, charter, swarm, identity.peer_id, clock, MemoryWindows())
+        self._used: set[tuple[int, int]] = set()
+        self._copyable: OrderedDict[tuple[int, int], RolloutGroup] = OrderedDict()
+        self.gossip = Gossip(transport, identity, charter, clock, sequence.next)
+        self._publisher = Publisher(
+            transport,
+            self.gossip,
+            keep_bodies=config.share.keep_bodies,
+            ttl_ms=(charter.rules.max_age_windows + 1) * charter.window_ms,
+        )
+        record = PeerRecord(
+            name=config.name,
+            protocol_version=PROTOCOL_VERSION,
+            addresses=transport.addresses()[:16],
+            lineage=lineage,
+        )
+        self.presence = Presence(
+            transport,
+            identity,
+            charter,
+            clock,
+            record=lambda: record,
+            next_sequence=sequence.next,
+            bootstraps=config.network.bootstraps,
+            refused=lambda peer_id, reason: None,
+            notice=lambda level, text: None,
+        )
+        self._worker = RolloutWorker(
+            author=identity.peer_id,
+            lineage=lineage,
+            policy=policy,
+            engine=open_engine(config, policy),
+            scorer=OwnScorer(environments, sandbox),
+            feed=self._feed,
+            admission=Admission(0, 1),
+            sampling=Sampling(max_new_tokens=charter.max_new_tokens),
+            group_size=charter.group_size,
+            groups_per_batch=1,
+            seed=config.seed,
+            compute=ThreadCompute(),
+            clock=clock,
+            bus=EventBus(),
+            gauge=StageGauge("rollout", clock),
+            out=asyncio.Queue(1),
+            publish=self._never,
+        )
+
+    async def _never(self, group: RolloutGroup) -> None:
+        raise AssertionError("the liar publishes nothing honest")
+
+    async def listen(self) -> None:
+        """Fetch every offered body: material for copies."""
+        async for heard in self.gossip.heard():
+            if heard.announcement.body is None:
+                continue
+            try:
+                body = await fetch_body(self._transport, heard.sender, heard, FETCH_S)
+                group = decode(body, RolloutGroup, max_bytes=MAX_BLOB_BYTES)
+            except (TransportError, TimeoutError, RemoteProtocolError):
+                continue
+            self._copyable[group.prompt.window, group.prompt.index] = group
+            while len(self._copyable) > KEPT_GROUPS:
+                self._copyable.popitem(last=False)
+
+    async def lie(self) -> None:
+        """One lie after the other, slot by slot."""
+        for kind in itertools.cycle((Lie.FALSE_REWARD, Lie.EASY_QUESTION, Lie.WRONG_INDEX)):
+            assigned = await self._feed.next()
+            if not self._take(assigned.ref):
+                continue
+            await self._answer(kind, assigned)
+            await asyncio.sleep(PACE_S)
+
+    async def _answer(self, kind: Lie, assigned: AssignedPrompt) -> None:
+        group = self._copyable.get((assigned.ref.window, assigned.ref.index))
+        if group is not None:
+            kind = Lie.COPY
+        else:
+            made = (await self._worker.generate([assigned]))[0]
+            if made is None:
+                return
+            group = made.group
+        told = self._liar.lie(kind, group)
+        if told is None or (kind is Lie.WRONG_INDEX and not self._take(told[0].prompt)):
+            return
+        await self._publisher.offer(*told)
+
+    def _take(self, ref: PromptRef) -> bool:
+        """Use a slot once: a second answer would be refused as equivocation, before the lie is looked at."""
+        slot = (ref.window, ref.slot)
+        if slot in self._used:
+            return False
+        self._used = {used for used in self._used if used[0] >= ref.window - 1} | {slot}
+        return True
+
+
+async def _run(config: NodeConfig) -> None:
+    clock = SystemClock()
+    home = Home(config.home)
+    identity = load_key(home.key)
+    charter = load_charter(config, identity, clock.now_ms())
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    transport = await open_transport(
+        home.key,
+        listen=config.network.listen,
+        validate_record=record_validator(swarm_id(charter), clock.now_ms),
+    )
+    try:
+        with open_sandbox(config, charter, open_environments(charter)) as sandbox:
+            liar = LiarNode(config, identity, charter, clock, transport, sandbox)
+            stages = {
+                "gossip": liar.gossip.run(),
+                "presence": liar.presence.run(),
+                "listen": liar.listen(),
+                "lie": liar.lie(),
+            }
+            await run_stages(stages, until=stop)
+    finally:
+        await transport.close()
+
+
+def main() -> None:
+    """Run until a signal comes."""
+    asyncio.run(_run(load_config([Path(sys.argv[1])])))
+
+
+if __name__ == "__main__":
+    main()
