@@ -1,7 +1,7 @@
 """From a configuration to the parts of a node: policy, trainer, engine, environments, sandbox, charter.
 
-Everything here blocks and is done once, before the network starts; each failure is one sentence. Heavy imports (torch)
-happen on importing this module, so the command line imports it late.
+Everything here blocks and is done once, before the network starts; each failure is one sentence. Heavy
+imports (torch) happen on importing this module, so the command line imports it late.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ FORCED = {"auto": None, "compat": Treatment.COMPAT, "hacpo": Treatment.HACPO, "d
 
 
 def load_charter(config: NodeConfig, identity: Identity, now_ms: int) -> Charter:
-    """The swarm's charter: a signed file, or TOML that this node founds a swarm of its own with. Without any, the
-    demo's rules. Raises CharterError or ConfigError."""
+    """The swarm's charter: a signed file, or TOML that this node founds a swarm of its own with. Without any,
+    the demo's rules. Raises CharterError or ConfigError."""
     home = Home(config.home)
     path = Path(config.charter).expanduser() if config.charter else home.charter
     if config.charter and not path.exists():
@@ -60,7 +60,9 @@ def load_charter(config: NodeConfig, identity: Identity, now_ms: int) -> Charter
         charter = found(identity, text, now_ms)
         write_atomically(home.charter, charter_bytes(charter))
     if not is_member(charter, identity.peer_id):
-        raise CharterError(f"swarm {charter.name} is closed and {identity.peer_id} is not a member; ask its founder")
+        raise CharterError(
+            f"swarm {charter.name} is closed and {identity.peer_id} is not a member; ask its founder"
+        )
     return charter
 
 
@@ -70,13 +72,15 @@ def open_policy(config: NodeConfig, charter: Charter) -> Policy:
     if policy.tokenizer_digest not in {spec.digest for spec in charter.tokenizers}:
         names = ", ".join(spec.name for spec in charter.tokenizers)
         raise ModelError(
-            f"the tokenizer of {policy.path} ({policy.tokenizer_digest[:12]}) is not in the charter, which knows {names}"
+            f"the tokenizer of {policy.path} ({policy.tokenizer_digest[:12]}) is not in the charter, "
+            f"which knows {names}"
         )
     return policy
 
 
 def open_environments(charter: Charter) -> dict[str, Environment]:
-    """Every environment of the charter by name. Raises CharterError for one whose prompts differ between machines."""
+    """Every environment of the charter by name. Raises CharterError for one whose prompts differ between
+    machines."""
     environments = {
         spec.name: open_environment(spec.name, json.loads(spec.config)) for spec in charter.environments
     }
@@ -91,7 +95,9 @@ def open_environments(charter: Charter) -> dict[str, Environment]:
 
 def open_sandbox(config: NodeConfig, charter: Charter, environments: Mapping[str, Environment]) -> Scorer:
     """The started scoring sandbox. Raises SandboxError when it is too weak for what the charter asks."""
-    limits = SandboxLimits(cpu_s=max(1, round(config.verify.score_timeout_s)), wall_s=3 * config.verify.score_timeout_s)
+    limits = SandboxLimits(
+        cpu_s=max(1, round(config.verify.score_timeout_s)), wall_s=3 * config.verify.score_timeout_s
+    )
     scorer = Scorer(charter.environments, limits, hidden_paths=[str(config.home)])
     report = scorer.start()
     evaluating = [name for name, environment in environments.items() if environment.evaluates_answers]

@@ -2,8 +2,8 @@
 
 The loop serves the network and must not be blocked (D11): generation, training, scoring and checks go through
 `Compute.run`. `ThreadCompute` has one thread per lane, so two pieces of work of one lane never overlap (torch
-modules are not thread-safe) while lanes do. `InlineCompute` calls the function at once and then sleeps the lane's
-fixed cost in virtual time, which makes a whole swarm in one process deterministic.
+modules are not thread-safe) while lanes do. `InlineCompute` calls the function at once and then sleeps the
+lane's fixed cost in virtual time, which makes a whole swarm in one process deterministic.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """A node's whole configuration: one typed tree, TOML in, JSON out.
 
-Order: defaults < `--config` files in order < `SWARM_...` environment (`SWARM_TRAIN__LEARNING_RATE=1e-4`) < `--set`
-and flags. Unknown keys are errors that name the nearest valid one. The string under a field is its help; `swarm
-config schema` prints the JSON schema. Nothing here imports torch. What all members of a swarm must share is not here
-but in the charter.
+Order: defaults < `--config` files in order < `SWARM_...` environment (`SWARM_TRAIN__LEARNING_RATE=1e-4`) <
+`--set` and flags. Unknown keys are errors that name the nearest valid one. The string under a field is its
+help; `swarm config schema` prints the JSON schema. Nothing here imports torch. What all members of a swarm
+must share is not here but in the charter.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class Section(BaseModel):
 
 class PolicyConfig(Section):
     path: str = "models/starling"
-    """Folder of the policy in Hugging Face layout; a relative path is looked up here, then among the bundled ones."""
+    """Folder of the policy in Hugging Face layout; a relative path is looked up here, then among the bundled
+    ones."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where trainer and engine run."""
 
@@ -152,7 +153,8 @@ class NodeConfig(Section):
     run: str = Field("latest", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.\-]{0,63}$")
     """Name of the run's folder under `<home>/runs`."""
     charter: str = ""
-    """Path of the charter (signed, or TOML for a swarm of our own); empty: `<home>/charter.bin`, else the demo's."""
+    """Path of the charter (signed, or TOML for a swarm of our own); empty: `<home>/charter.bin`, else the
+    demo's."""
     seed: int = Field(0, ge=0)
     """Seed of sampling and of everything else random in this node."""
     linger: bool = False
@@ -168,8 +170,8 @@ class NodeConfig(Section):
 
 
 def load_config(files: Iterable[Path] = (), overrides: Mapping[str, Any] | None = None) -> NodeConfig:
-    """The resolved configuration. `overrides` maps dotted keys to values or to TOML text of them. Raises ConfigError
-    in one sentence."""
+    """The resolved configuration. `overrides` maps dotted keys to values or to TOML text of them. Raises
+    ConfigError in one sentence."""
     known = dict(_known_keys(NodeConfig))
     values: dict[str, Any] = {}
     for file in files:
@@ -214,7 +216,9 @@ def _read(file: Path) -> dict[str, Any]:
         try:
             path = bundled(name)
         except ConfigError:
-            raise ConfigError(f"no config file {str(file)!r}, and no profile of that name in configs/") from None
+            raise ConfigError(
+                f"no config file {str(file)!r}, and no profile of that name in configs/"
+            ) from None
     text = path.read_text(encoding="utf-8", errors="replace")
     try:
         return json.loads(text) if path.suffix == ".json" else tomllib.loads(text)

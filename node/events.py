@@ -1,8 +1,9 @@
 """The node's one typed event stream: what happened, as frozen records.
 
-Everything that shows a node reads this and nothing else: `metrics.jsonl` (one JSON object a line), the local socket
-that `swarm monitor` and `swarm status` attach to, the demo's table, trackers. Stages emit; they never format.
-Not a log of peers' bytes: text of a peer is cut to `MAX_SHOWN_CHARS` and stripped of control characters here, once.
+Everything that shows a node reads this and nothing else: `metrics.jsonl` (one JSON object a line), the local
+socket that `swarm monitor` and `swarm status` attach to, the demo's table, trackers. Stages emit; they never
+format. Not a log of peers' bytes: text of a peer is cut to `MAX_SHOWN_CHARS` and stripped of control
+characters here, once.
 
 Fields named `*_s` are measured seconds (the only ones that differ between two runs of the deterministic
 simulation); `at` is swarm time in milliseconds. A line carries its record's name in `type`.
@@ -41,8 +42,8 @@ MAX_SHOWN_CHARS = 2000
 
 
 def inert(text: str, max_chars: int = MAX_SHOWN_CHARS) -> str:
-    """Peer text made harmless for screens and logs: control, format and bidirectional characters become U+FFFD
-    (newline and tab stay), and what is over `max_chars` is cut."""
+    """Peer text made harmless for screens and logs: control, format and bidirectional characters become
+    U+FFFD (newline and tab stay), and what is over `max_chars` is cut."""
     cut = text if len(text) <= max_chars else text[: max_chars - 1] + "…"
     return "".join(
         c if c in "\n\t" or unicodedata.category(c) not in {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"} else "\ufffd"
@@ -190,7 +191,8 @@ class StepDone(Event, frozen=True, kw_only=True):
     prompts_shared: int
     """External groups of this step whose prompt this node answered too."""
     staleness: float
-    """Mean lag in versions: own groups against the own version, external ones against their lineage's newest."""
+    """Mean lag in versions: own groups against the own version, external ones against their lineage's
+    newest."""
     age_windows: float
     """Mean age of the external groups, windows."""
     sources: tuple[SourceShare, ...]

@@ -1,7 +1,7 @@
 """From the command line to a running node: builds the real parts, runs the loop, ends cleanly.
 
-Signals stop the node within seconds; the event stream goes to `metrics.jsonl`, to the local socket and to whatever
-sink the caller gives. Not imported by anything but the command line: it pulls torch in.
+Signals stop the node within seconds; the event stream goes to `metrics.jsonl`, to the local socket and to
+whatever sink the caller gives. Not imported by anything but the command line: it pulls torch in.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from node.node import Node, NodeParts
 from node.paths import Home, RunDir
 from node.sandbox.scorer import Scorer
 from node.share.presence import ask_clock, fetch_charter
-from node.state import ReplayStore, SequenceStore, WindowStore, remove_leftovers, write_atomically
+from node.state import ReplayStore, SequenceStore, WindowStore, write_atomically
 from node.telemetry import JsonlSink, SocketSink
 from node.train.step import Trainer
 from node.transport import open_transport
@@ -129,7 +129,8 @@ async def _run(
 
 
 def fetch_charter_from(address: str, config: NodeConfig) -> Path:
-    """Connect to `address`, fetch and check its swarm's charter, store it at home. Raises AddressError, CharterError."""
+    """Connect to `address`, fetch and check its swarm's charter, store it at home. Raises AddressError,
+    CharterError."""
     home = Home(config.home).create()
     load_or_create_key(home.key)
 

@@ -21,9 +21,9 @@
                         |
     BROADCAST  new weights -> engine, in place; unblocks ROLLOUT's admission
 
-Backpressure: ROLLOUT runs at most `max_staleness` versions ahead of TRAIN (`admission.py`); everything else is a
-bounded queue, pool or book. Losing the network is never fatal: SHARE waits, the rest goes on. A stage that raises
-ends the node with that error: peers' errors were caught and counted at their boundary.
+Backpressure: ROLLOUT runs at most `max_staleness` versions ahead of TRAIN (`admission.py`); everything else
+is a bounded queue, pool or book. Losing the network is never fatal: SHARE waits, the rest goes on. A stage
+that raises ends the node with that error: peers' errors were caught and counted at their boundary.
 """
 
 from __future__ import annotations
@@ -79,12 +79,13 @@ __all__ = ["Node", "NodeParts"]
 SNAPSHOT_S = 0.5
 HEALTH_S = 1.0
 STOCK_STEPS = 3
-"""Unused groups kept in the pool, in steps' worth of external groups: enough to choose, little to grow stale."""
+"""Unused groups kept in the pool, in steps' worth of external groups: enough to choose, little to grow
+stale."""
 ACTIVE_WINDOWS = 3
 """Peers silent for longer are not waited for."""
 SETTLE_MS = 3000
-"""After its first connection a node hears the past by reconciliation, in no order: of a copy and its original either
-may come first. What is heard until then is evidence for the copy check, and not fetched."""
+"""After its first connection a node hears the past by reconciliation, in no order: of a copy and its original
+either may come first. What is heard until then is evidence for the copy check, and not fetched."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,8 @@ class NodeParts:
 
 
 class Node:
-    """All stages of one node. `run` returns when the steps are done (or `stop` was called) and all is closed."""
+    """All stages of one node. `run` returns when the steps are done (or `stop` was called) and all is
+    closed."""
 
     def __init__(self, config: NodeConfig, parts: NodeParts) -> None:
         self.config = config
@@ -179,7 +181,7 @@ class Node:
         if parts.transport is not None:
             self._wire_network(parts.transport, rng)
 
-    # --- wiring ----------------------------------------------------------------------------------------------
+    # --- wiring -------------------------------------------------------------------------------------------
 
     def _wire_network(self, transport: Transport, rng: random.Random) -> None:
         config, parts = self.config, self._parts
@@ -307,7 +309,7 @@ class Node:
             finished=self.finished,
         )
 
-    # --- life ------------------------------------------------------------------------------------------------
+    # --- life ---------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Start, work, stop. Raises what a stage raised."""
@@ -359,7 +361,7 @@ class Node:
         if not self.config.linger:
             self._stop.set()
 
-    # --- what stages call ------------------------------------------------------------------------------------
+    # --- what stages call ---------------------------------------------------------------------------------
 
     async def _publish(self, group: RolloutGroup) -> None:
         if self._publisher is not None and self._collector is not None:
@@ -411,7 +413,8 @@ class Node:
         return bool(self._answered.of(prompt.index))
 
     def _worth_keeping(self, heard: Heard) -> bool:
-        """Counts an announcement; False when what it says already refuses it, or its author is in quarantine."""
+        """Counts an announcement; False when what it says already refuses it, or its author is in
+        quarantine."""
         self._peers.announced(heard.sender, heard.announcement, self._clock.now_ms())
         verdict = self._verifier.observe(heard.sender, heard.announcement, heard.arrived_at)
         if verdict.reason:
@@ -454,7 +457,7 @@ class Node:
     def _notice(self, level: str, text: str) -> None:
         self._bus.emit(Notice(at=self._clock.now_ms(), level=level, text=text))
 
-    # --- events ----------------------------------------------------------------------------------------------
+    # --- events -------------------------------------------------------------------------------------------
 
     def _started(self, transport: Transport | None) -> NodeStarted:
         return NodeStarted(

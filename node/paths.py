@@ -3,8 +3,8 @@
 `SWARM_HOME` (else the platform's data directory) holds what outlives a run; a run directory holds one run:
 
     <home>/identity.key  charter.toml  state/          key (0600), the charter, sequence numbers, replay cache
-    <home>/run/<name>.sock                             event stream of the running node (0600 in a 0700 folder)
-    <home>/runs/<run>/   config.json metrics.jsonl     resolved config, every event as a JSON line
+    <home>/run/<name>.sock                             event stream of the running node (0600 in a 0700
+    folder) <home>/runs/<run>/   config.json metrics.jsonl     resolved config, every event as a JSON line
                          logs/node.log checkpoints/v<version>/
 
 Files are written to a temporary name, synced and renamed (`node.state.write_atomically`).
@@ -37,7 +37,9 @@ def bundled(relative: str) -> Path:
     for base in (root / "configs", root / "swarm_cli" / "configs"):
         if (base / relative).exists():
             return base / relative
-    raise ConfigError(f"{relative!r} is not part of this installation (looked in {root}/configs); reinstall it")
+    raise ConfigError(
+        f"{relative!r} is not part of this installation (looked in {root}/configs); reinstall it"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,9 @@ class Home:
         """Path of the node's event socket. Raises ConfigError when the kernel could not bind it."""
         path = self.sockets / f"{name}.sock"
         if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
-            raise ConfigError(f"socket path {path} is too long for a Unix socket; choose a shorter SWARM_HOME")
+            raise ConfigError(
+                f"socket path {path} is too long for a Unix socket; choose a shorter SWARM_HOME"
+            )
         return path
 
     def run(self, run: str) -> RunDir:

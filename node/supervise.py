@@ -1,8 +1,10 @@
-"""What keeps a node honest about itself: named waits, the stage strip, event-loop lag, and one way to run stages.
+"""What keeps a node honest about itself: named waits, the stage strip, event-loop lag, and one way to run
+stages.
 
-Every wait of a stage goes through `StageGauge.waiting`, so `swarm status` can say what a stage waits for and since
-when. `run_stages` runs all loops; when one ends with an error the others are cancelled and the error is raised: an
-error inside is our bug and must not hide (peers' errors never get here, their boundary caught them).
+Every wait of a stage goes through `StageGauge.waiting`, so `swarm status` can say what a stage waits for and
+since when. `run_stages` runs all loops; when one ends with an error the others are cancelled and the error is
+raised: an error inside is our bug and must not hide (peers' errors never get here, their boundary caught
+them).
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ __all__ = ["LoopLag", "StageGauge", "run_stages"]
 class StageGauge:
     """What one stage is doing: queue depth and the wait it is in."""
 
-    def __init__(self, stage: str, clock: Clock, capacity: int = 0, depth: Callable[[], int] | None = None) -> None:
+    def __init__(
+        self, stage: str, clock: Clock, capacity: int = 0, depth: Callable[[], int] | None = None
+    ) -> None:
         self.stage = stage
         self._clock = clock
         self._capacity = capacity
@@ -75,7 +79,8 @@ class LoopLag:
 
 
 async def run_stages(stages: Mapping[str, Coroutine[Any, Any, None]], *, until: asyncio.Event) -> None:
-    """Run all `stages` until `until` is set or one of them raises; cancels and awaits them all before it returns.
+    """Run all `stages` until `until` is set or one of them raises; cancels and awaits them all before it
+    returns.
 
     A stage that returns has finished its work; the others go on.
     """

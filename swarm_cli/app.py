@@ -1,7 +1,8 @@
 """The `swarm` command: names every verb and turns errors into one sentence and an exit code.
 
-Heavy imports sit inside the functions that need them, so `swarm --help` starts without torch. Data goes to stdout,
-talk to stderr. Exit codes: 0 done, 1 failed, 2 wrong input (config, key, path, address, charter), 130 interrupted.
+Heavy imports sit inside the functions that need them, so `swarm --help` starts without torch. Data goes to
+stdout, talk to stderr. Exit codes: 0 done, 1 failed, 2 wrong input (config, key, path, address, charter), 130
+interrupted.
 """
 
 from __future__ import annotations

@@ -14,14 +14,17 @@ __all__ = ["ConfigFiles", "HomeOption", "JsonOption", "Settings", "resolve"]
 
 ConfigFiles = Annotated[
     list[Path] | None,
-    typer.Option("--config", "-c", help="TOML file or profile of configs/; later ones win.", show_default=False),
+    typer.Option(
+        "--config", "-c", help="TOML file or profile of configs/; later ones win.", show_default=False
+    ),
 ]
 Settings = Annotated[
     list[str] | None,
     typer.Option("--set", "-s", help="One key, e.g. train.learning_rate=1e-4.", show_default=False),
 ]
 HomeOption = Annotated[
-    Path | None, typer.Option("--home", help="Folder of key, charter and runs [SWARM_HOME].", show_default=False)
+    Path | None,
+    typer.Option("--home", help="Folder of key, charter and runs [SWARM_HOME].", show_default=False),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 

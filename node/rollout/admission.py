@@ -1,8 +1,8 @@
 """How far generation may run ahead of training: AReaL's admission rule (algorithms B1, EXACT).
 
-A group may start while `accepted + running < (policy_version + max_staleness + 1) * groups_per_step`. Groups that
-were dropped count no more, else dropping stalls generation; after a resume `accepted` is
-`policy_version * groups_per_step`. With `max_staleness = 0` generation and training take turns.
+A group may start while `accepted + running < (policy_version + max_staleness + 1) * groups_per_step`. Groups
+that were dropped count no more, else dropping stalls generation; after a resume `accepted` is `policy_version
+* groups_per_step`. With `max_staleness = 0` generation and training take turns.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Which prompt comes next: the slots of this peer in the current window, and the items behind universe indexes.
+"""Which prompt comes next: the slots of this peer in the current window, and the items behind universe
+indexes.
 
 `Universe` turns an index of the charter's universe into an item of an environment (any peer can, that is the
-point of D4), and lists the held-out prompts. `PromptFeed` walks through this peer's own slots, window by window.
-Derivation itself is in `protocol/prompts.py`; this file only binds it to environments.
+point of D4), and lists the held-out prompts. `PromptFeed` walks through this peer's own slots, window by
+window. Derivation itself is in `protocol/prompts.py`; this file only binds it to environments.
 """
 
 from __future__ import annotations
@@ -55,9 +56,7 @@ class Universe:
         """`per_task` evaluation prompts of every environment, the same on every node of the swarm."""
         count = len(self._environments)
         return {
-            name: [
-                self._held_out_item(environment, number * count + position) for number in range(per_task)
-            ]
+            name: [self._held_out_item(environment, number * count + position) for number in range(per_task)]
             for position, (name, environment) in enumerate(self._environments.items())
         }
 

@@ -1,8 +1,9 @@
 """Scoring of this node's own completions: in process where the text is only compared, else in the sandbox.
 
-A scorer that evaluates the answer is dangerous whoever wrote the answer (a policy trained on strangers' texts writes
-what they wrote), so those environments go to the sandbox. For the others a fork per group would cost more than the
-generation of a tiny policy. Peers' completions never come here: `node/verify/reward.py` always uses the sandbox.
+A scorer that evaluates the answer is dangerous whoever wrote the answer (a policy trained on strangers' texts
+writes what they wrote), so those environments go to the sandbox. For the others a fork per group would cost
+more than the generation of a tiny policy. Peers' completions never come here: `node/verify/reward.py` always
+uses the sandbox.
 """
 
 from __future__ import annotations

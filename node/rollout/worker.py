@@ -1,8 +1,8 @@
 """The rollout stage: admission -> prompts -> engine -> environment -> own queue and publisher.
 
-One loop. Each turn takes as many slots as admission allows (at most one step's worth), generates their groups in one
-batch, scores them, and hands them on.
-`make_group` is the stage's work as a plain function. Not for choosing what is trained on, nor for peers' groups.
+One loop. Each turn takes as many slots as admission allows (at most one step's worth), generates their groups
+in one batch, scores them, and hands them on. `make_group` is the stage's work as a plain function. Not for
+choosing what is trained on, nor for peers' groups.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class OwnGroup:
 
 
 def request_seed(node_seed: int, author: PeerId, prompt: AssignedPrompt, policy_version: int) -> int:
-    """63-bit seed of one group's sampling: differs by node, slot and version. With the peer id in it, two nodes with
-    equal weights do not draw equal completions, which would be called a copy."""
+    """63-bit seed of one group's sampling: differs by node, slot and version. With the peer id in it, two
+    nodes with equal weights do not draw equal completions, which would be called a copy."""
     text = f"{node_seed}/{author}/{prompt.ref.window}/{prompt.ref.slot}/{policy_version}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 

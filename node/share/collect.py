@@ -1,9 +1,10 @@
 """Others' groups come in: choose among announcements by need, fetch the bodies, hand them to verification.
 
-`Collector` consumes what gossip heard, keeps the offers that still make sense (bounded per author), and fetches
-while the pool has need. Chosen first: offers whose prompt this node answered too (they allow capability-aware
-advantages), then authors with the fewest groups waiting, then the newest. Fetching is bounded in bytes (the
-announced size, never what the sender streams), in time and in parallel. Judging is not done here.
+`Collector` consumes what gossip heard, keeps the offers that still make sense (bounded per author), and
+fetches while the pool has need. Chosen first: offers whose prompt this node answered too (they allow
+capability-aware advantages), then authors with the fewest groups waiting, then the newest. Fetching is
+bounded in bytes (the announced size, never what the sender streams), in time and in parallel. Judging is not
+done here.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class Fetched:
 
 
 async def fetch_body(transport: Transport, peer_id: PeerId, heard: Heard, timeout_s: float) -> bytes:
-    """The announced blob from `peer_id`. Raises DecodeError when the size differs, TransportError or TimeoutError."""
+    """The announced blob from `peer_id`. Raises DecodeError when the size differs, TransportError or
+    TimeoutError."""
     blob = heard.announcement.body
     if blob is None:
         raise DecodeError("the announcement offers no body", reason="no_body")

@@ -1,8 +1,9 @@
 """The replay pool: peers' accepted groups, waiting to be trained on.
 
-Bounded in groups, in uses and in age. Draws choose the peer first and the group second, so that a peer which sends a
-hundred groups gets no more weight than one which sends five. Holds only what verification accepted; rewards in it
-are the ones that this node computed (with verification off: the claimed ones). Nothing here knows about tensors.
+Bounded in groups, in uses and in age. Draws choose the peer first and the group second, so that a peer which
+sends a hundred groups gets no more weight than one which sends five. Holds only what verification accepted;
+rewards in it are the ones that this node computed (with verification off: the claimed ones). Nothing here
+knows about tensors.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ class ReplayPool:
         return gone
 
     def draw(self, count: int) -> list[PooledGroup]:
-        """Up to `count` different groups: a random peer, then its least used and newest group, peers in turn."""
+        """Up to `count` different groups: a random peer, then its least used and newest group, peers in
+        turn."""
         by_peer: dict[PeerId, list[PooledGroup]] = {}
         for pooled in self._groups.values():
             by_peer.setdefault(pooled.group.author, []).append(pooled)

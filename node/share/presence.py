@@ -1,9 +1,10 @@
 """Who is here: this node's own record, handshakes with neighbours, and the way to the first peer.
 
-Three duties. `run` keeps trying the bootstrap addresses until a neighbour is there (a node can always start alone),
-exchanges `Hello` with every new neighbour and puts this node's signed record into the DHT again before it expires.
-The handshake is where another protocol version, another swarm or a closed door is told in one sentence. The
-charter is served to anyone who asks, so that `swarm join <address>` needs nothing but an address.
+Three duties. `run` keeps trying the bootstrap addresses until a neighbour is there (a node can always start
+alone), exchanges `Hello` with every new neighbour and puts this node's signed record into the DHT again
+before it expires. The handshake is where another protocol version, another swarm or a closed door is told in
+one sentence. The charter is served to anyone who asks, so that `swarm join <address>` needs nothing but an
+address.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ async def fetch_charter(transport: Transport, peer_id: PeerId) -> Charter:
 async def say_hello(
     transport: Transport, peer_id: PeerId, hello: Hello, clock: Clock
 ) -> tuple[HelloReply, int]:
-    """The answer of `peer_id`, and its clock minus ours in ms. Raises TransportError or RemoteProtocolError."""
+    """The answer of `peer_id`, and its clock minus ours in ms. Raises TransportError or
+    RemoteProtocolError."""
     stream = await transport.open_stream(peer_id, HELLO_PROTOCOL)
     try:
         sent_at = clock.now_ms()
@@ -74,7 +76,8 @@ async def ask_clock(transport: Transport, peer_id: PeerId, clock: Clock) -> int:
 
 
 def clock_skew_ms(skews_ms: Sequence[int]) -> int:
-    """Median over neighbours of (their clock - ours), ms; 0 without neighbours. A minority of liars cannot move it."""
+    """Median over neighbours of (their clock - ours), ms; 0 without neighbours. A minority of liars cannot
+    move it."""
     return int(median(skews_ms)) if skews_ms else 0
 
 
@@ -126,7 +129,9 @@ class Presence:
             if missing and now_s >= next_try_s:
                 failure = await self._connect(missing)
                 if failure and not self.connected and not told and backoff_s > 4:
-                    self._notice("warning", f"no bootstrap answers yet ({failure}); training alone, still trying")
+                    self._notice(
+                        "warning", f"no bootstrap answers yet ({failure}); training alone, still trying"
+                    )
                     told = True
                 backoff_s = min(MAX_BACKOFF_S, backoff_s * 2)
                 next_try_s = self._clock.monotonic_s() + backoff_s
@@ -185,8 +190,10 @@ class Presence:
         refusal = self._refusal(stream.peer_id, hello)
         if refusal:
             await stream.send(encode(HelloReply(peer=None, clock_at=self._clock.now_ms(), refusal=refusal)))
-            raise VersionError(refusal) if hello.peer.protocol_version != PROTOCOL_VERSION else RemoteProtocolError(
-                refusal, reason="other_swarm"
+            raise (
+                VersionError(refusal)
+                if hello.peer.protocol_version != PROTOCOL_VERSION
+                else RemoteProtocolError(refusal, reason="other_swarm")
             )
         self._remember(stream.peer_id, hello.peer)
         await stream.send(encode(HelloReply(peer=self._record(), clock_at=self._clock.now_ms())))
@@ -208,9 +215,11 @@ class Presence:
 
     def _refusal(self, peer_id: PeerId, hello: Hello) -> str:
         if hello.peer.protocol_version != PROTOCOL_VERSION:
-            return f"this node speaks protocol {PROTOCOL_VERSION}, yours is {hello.peer.protocol_version}; update the older"
+            theirs = hello.peer.protocol_version
+            return f"this node speaks protocol {PROTOCOL_VERSION}, yours is {theirs}; update the older"
         if hello.swarm_id != self._swarm_id:
-            return f"this node belongs to swarm {self._swarm_id[:12]} ({self._charter.name}), not {hello.swarm_id[:12]}"
+            ours, theirs = self._swarm_id[:12], hello.swarm_id[:12]
+            return f"this node belongs to swarm {ours} ({self._charter.name}), not {theirs}"
         if not is_member(self._charter, peer_id):
             return f"swarm {self._charter.name} is closed and {peer_id} is not a member; ask its founder"
         return ""

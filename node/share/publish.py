@@ -1,8 +1,8 @@
 """Own groups go out: a signed announcement for every slot, the body served over streams.
 
-Every answered slot is announced (D4). Groups with mixed rewards carry a body; groups whose rewards are all alike
-teach nothing and travel as a receipt only, so leaving them out is not mistaken for picking the lucky ones.
-`publish` consumes scored groups from the rollout worker; `serve_blob` answers collectors.
+Every answered slot is announced (D4). Groups with mixed rewards carry a body; groups whose rewards are all
+alike teach nothing and travel as a receipt only, so leaving them out is not mistaken for picking the lucky
+ones. `publish` consumes scored groups from the rollout worker; `serve_blob` answers collectors.
 """
 
 from __future__ import annotations

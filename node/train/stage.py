@@ -1,8 +1,9 @@
-"""The train stage: own groups and drawn peers' groups -> weights and treatments -> one optimiser step -> new version.
+"""The train stage: own groups and drawn peers' groups -> weights and treatments -> one optimiser step -> new
+version.
 
 One loop. It waits for I own groups, then for up to J of the pool's (with a deadline, and only while peers are
-active, so a node without peers trains alone), turns them into training groups, steps on a worker thread, and hands the
-new weights to the engine. Evaluations on held-out prompts happen here, before, during and after.
+active, so a node without peers trains alone), turns them into training groups, steps on a worker thread, and
+hands the new weights to the engine. Evaluations on held-out prompts happen here, before, during and after.
 """
 
 from __future__ import annotations
@@ -278,7 +279,9 @@ def _finite(report: StepReport) -> StepReport:
         return 0.0 if isinstance(value, float) and not math.isfinite(value) else value
 
     sources = tuple(
-        msgspec.structs.replace(source, **{key: finite(value) for key, value in msgspec.structs.asdict(source).items()})
+        msgspec.structs.replace(
+            source, **{key: finite(value) for key, value in msgspec.structs.asdict(source).items()}
+        )
         for source in report.sources
     )
     values = {key: finite(value) for key, value in vars(report).items()}

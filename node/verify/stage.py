@@ -25,8 +25,9 @@ __all__ = ["VerifyStage"]
 
 SHOWN_COMPLETION_CHARS = 500
 UNCERTAIN_REASONS = frozenset({"copied", "scorer_memory", "scorer_timeout"})
-"""Refused, but an honest peer can get here: a late joiner may hear a copy before its original (seen in a run, where
-the original's author was put into quarantine), and a slow machine may miss the scorer's deadline. A soft failure."""
+"""Refused, but an honest peer can get here: a late joiner may hear a copy before its original (seen in a run,
+where the original's author was put into quarantine), and a slow machine may miss the scorer's deadline. A
+soft failure."""
 
 
 class VerifyStage:

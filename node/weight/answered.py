@@ -1,7 +1,8 @@
-"""Who answered which prompt lately, with which rewards: what capability-aware advantages and GRAFT's gate look up.
+"""Who answered which prompt lately, with which rewards: what capability-aware advantages and GRAFT's gate
+look up.
 
-Rewards here were all computed on this node. Bounded: the `max_prompts` universe indexes touched last, and a bounded
-number of agents each.
+Rewards here were all computed on this node. Bounded: the `max_prompts` universe indexes touched last, and a
+bounded number of agents each.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """`swarm demo`: a swarm on this machine that really learns, in about two minutes.
 
-Starts one process per node on loopback (real keys, real network, real verification), shows the screen on a terminal
-or plain progress without one, and ends with a table, or with one JSON object as the last line of stdout. The memory
-transport runs the same nodes in one process on a virtual clock instead; the same seed then gives the same metrics.
+Starts one process per node on loopback (real keys, real network, real verification), shows the screen on a
+terminal or plain progress without one, and ends with a table, or with one JSON object as the last line of
+stdout. The memory transport runs the same nodes in one process on a virtual clock instead; the same seed then
+gives the same metrics.
 """
 
 from __future__ import annotations
@@ -38,14 +39,24 @@ def demo(
     nodes: Annotated[int, typer.Option(help="Honest nodes, each with its own policy.")] = 3,
     steps: Annotated[int, typer.Option(help="Optimiser steps of each node.")] = 100,
     seed: Annotated[int, typer.Option(help="Seed of keys, prompts and sampling.")] = 1,
-    transport: Annotated[str, typer.Option(help="hivemind (processes and sockets) or memory (simulation).")] = "hivemind",
-    with_liar: Annotated[bool, typer.Option("--with-liar", help="Add a node that lies in three ways.")] = False,
-    verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Believe peers without checking.")] = True,
+    transport: Annotated[
+        str, typer.Option(help="hivemind (processes and sockets) or memory (simulation).")
+    ] = "hivemind",
+    with_liar: Annotated[
+        bool, typer.Option("--with-liar", help="Add a node that lies in three ways.")
+    ] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify/--no-verify", help="Believe peers without checking.")
+    ] = True,
     solo: Annotated[bool, typer.Option("--solo", help="Network off: each policy trains alone.")] = False,
-    solo_groups: Annotated[int | None, typer.Option(help="Own groups of a step with --solo.", show_default=False)] = None,
+    solo_groups: Annotated[
+        int | None, typer.Option(help="Own groups of a step with --solo.", show_default=False)
+    ] = None,
     setting: Settings = None,
     keep: Annotated[Path | None, typer.Option(help="Keep the run's folder here.", show_default=False)] = None,
-    screen: Annotated[bool, typer.Option("--screen/--no-screen", help="The live screen, on a terminal.")] = True,
+    screen: Annotated[
+        bool, typer.Option("--screen/--no-screen", help="The live screen, on a terminal.")
+    ] = True,
     json: JsonOption = False,
 ) -> None:
     """Three unequal nodes find each other, share verified rollouts, and get better."""
@@ -68,7 +79,9 @@ def demo(
             simulate(plan, _progress())
         else:
             _run_processes(plan, screen=screen and not json and sys.stdout.isatty())
-        reports = [node_report(n.config.name, read_events(n.home.run(n.config.run).metrics)) for n in plan.honest]
+        reports = [
+            node_report(n.config.name, read_events(n.home.run(n.config.run).metrics)) for n in plan.honest
+        ]
     finally:
         if keep is None:
             shutil.rmtree(root, ignore_errors=True)
@@ -108,7 +121,9 @@ def _run_processes(plan: DemoPlan, *, screen: bool) -> None:
             """Read new events; True once every honest node has finished its steps."""
             check_alive(plan.nodes, children)
             if time.monotonic() > deadline_s:
-                raise TimeoutError(f"the demo did not finish in time; waiting for {sorted(tails.keys() - done)}")
+                raise TimeoutError(
+                    f"the demo did not finish in time; waiting for {sorted(tails.keys() - done)}"
+                )
             for name, tail in tails.items():
                 for event in tail.read():
                     if not screen:
@@ -134,4 +149,3 @@ def _watch(sockets: Sequence[Path], finished: Callable[[], bool]) -> None:
     from swarm_cli.dashboard.app import run_dashboard
 
     run_dashboard(sockets, until=finished)
-

@@ -1,7 +1,7 @@
 """`swarm doctor`: everything that has ever broken somebody's start, checked before anything is downloaded.
 
-Each check is a small function that returns a `Finding`; the command prints them and exits with 1 when one failed.
-Heavy imports happen inside the checks that need them. Not for repairing anything: a finding says how.
+Each check is a small function that returns a `Finding`; the command prints them and exits with 1 when one
+failed. Heavy imports happen inside the checks that need them. Not for repairing anything: a finding says how.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ def doctor(
     config: ConfigFiles = None,
     setting: Settings = None,
     home: HomeOption = None,
-    peer: Annotated[str | None, typer.Option(help="Address of a node: also test reaching it and compare clocks.")] = None,
+    peer: Annotated[
+        str | None, typer.Option(help="Address of a node: also test reaching it and compare clocks.")
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Check versions, imports, network daemon, sandbox, clock, disk, key and policy."""
@@ -69,7 +71,10 @@ def doctor(
         findings.append(finding)
         if not json:
             mark = "ok  " if finding.ok else "FAIL"
-            out.print(f"{mark} {finding.check}: {finding.detail}" + (f"\n     -> {finding.fix}" if finding.fix else ""))
+            out.print(
+                f"{mark} {finding.check}: {finding.detail}"
+                + (f"\n     -> {finding.fix}" if finding.fix else "")
+            )
     if json:
         write_json(findings)
     if not all(finding.ok for finding in findings):
@@ -83,16 +88,21 @@ def check_versions() -> Finding:
         try:
             version = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            return Finding("versions", False, f"{package} is not installed", "pip install 'murmuration[node]'")
+            return Finding(
+                "versions", False, f"{package} is not installed", "pip install 'murmuration[node]'"
+            )
         numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:3] if part.isdigit())
         (old if numbers < floor else found).append(f"{package} {version}")
     if old:
-        return Finding("versions", False, f"too old: {', '.join(old)}", "pip install --upgrade 'murmuration[node]'")
+        return Finding(
+            "versions", False, f"too old: {', '.join(old)}", "pip install --upgrade 'murmuration[node]'"
+        )
     return Finding("versions", True, ", ".join(found))
 
 
 def check_imports() -> Finding:
-    """`node` and `protocol` are also names of other distributions: ours must be the ones that are imported."""
+    """`node` and `protocol` are also names of other distributions: ours must be the ones that are
+    imported."""
     import node
     import protocol
 
@@ -131,7 +141,9 @@ def check_clock(now_s: float, skew_s: float | None) -> Finding:
         return Finding("clock", True, "plausible (compare it with a node: swarm doctor --peer ADDRESS)")
     detail = f"{abs(skew_s):.1f} s {'behind' if skew_s > 0 else 'ahead of'} the peer's"
     if abs(skew_s) > MAX_SKEW_S:
-        return Finding("clock", False, detail, "switch on time synchronisation (clocks must agree within 3 s)")
+        return Finding(
+            "clock", False, detail, "switch on time synchronisation (clocks must agree within 3 s)"
+        )
     return Finding("clock", True, detail)
 
 
@@ -141,7 +153,9 @@ def _check_policy(config: NodeConfig) -> Finding:
     try:
         policy = Policy.open(config.policy.folder())
     except SwarmError as error:
-        return Finding("policy", False, str(error), "set policy.path to a model folder, or: swarm model make-tiny")
+        return Finding(
+            "policy", False, str(error), "set policy.path to a model folder, or: swarm model make-tiny"
+        )
     return Finding("policy", True, f"{policy.path} ({policy.params / 1e6:.2f} M parameters)")
 
 
@@ -167,9 +181,13 @@ async def _check_network(peer: str | None) -> Finding:
                 if peer is None:
                     return Finding("network", True, detail)
                 clock = check_clock(time.time(), await measure_skew_s(transport, peer))
-                return Finding("network", clock.ok, f"{detail}, {peer} answers, clock {clock.detail}", clock.fix)
+                return Finding(
+                    "network", clock.ok, f"{detail}, {peer} answers, clock {clock.detail}", clock.fix
+                )
     except SwarmError as error:
-        return Finding("network", False, str(error), "check the address and the firewall; TCP must be open outwards")
+        return Finding(
+            "network", False, str(error), "check the address and the firewall; TCP must be open outwards"
+        )
 
 
 def _existing(path: Path) -> Path:

@@ -23,7 +23,9 @@ def run(
     home: HomeOption = None,
     name: Annotated[str | None, typer.Option(help="Name shown to others.")] = None,
     steps: Annotated[int | None, typer.Option(help="Optimiser steps.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved configuration and stop.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the resolved configuration and stop.")
+    ] = False,
     json: JsonOption = False,
 ) -> None:
     """Run this node: generate, verify, share, train. Trains alone until a peer is found."""
@@ -63,8 +65,8 @@ def progress_line(event: Event) -> str:
         case NodeStarted():
             log = Path(event.run_dir) / "metrics.jsonl"
             return (
-                f"{event.name} is {event.peer_id} in swarm {event.swarm} ({event.swarm_id[:12]}), model {event.model} "
-                f"({event.params / 1e6:.2f} M)\n"
+                f"{event.name} is {event.peer_id} in swarm {event.swarm} ({event.swarm_id[:12]}), "
+                f"model {event.model} ({event.params / 1e6:.2f} M)\n"
                 f"  join it:  swarm join {event.addresses[0] if event.addresses else '(no network)'}\n"
                 f"  watch it: swarm monitor   or   tail -F {log}\n"
                 f"  sandbox:  {event.sandbox}"
@@ -76,8 +78,12 @@ def progress_line(event: Event) -> str:
                 f"entropy {event.entropy:.2f}" + ("  SKIPPED (not finite)" if event.skipped else "")
             )
         case Evaluated():
-            tasks = "  ".join(f"{task.rpartition('/')[2]} {value:.2f}" for task, value in event.sampled_tasks.items())
-            return f"held-out {event.moment}: {event.sampled:.3f} at T=1, {event.greedy:.3f} greedy  ({tasks})"
+            tasks = "  ".join(
+                f"{task.rpartition('/')[2]} {value:.2f}" for task, value in event.sampled_tasks.items()
+            )
+            return (
+                f"held-out {event.moment}: {event.sampled:.3f} at T=1, {event.greedy:.3f} greedy  ({tasks})"
+            )
         case Notice():
             return f"{event.level}: {event.text}"
         case NodeStopped():

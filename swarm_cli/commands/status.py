@@ -80,7 +80,9 @@ def summary(view: NodeView) -> dict[str, Any]:
 
 
 def _table(facts: dict[str, Any]) -> Table:
-    title = f"{facts['name']}  v{facts['policy_version']}  {facts['peers_connected']} peers  {facts['peer_id']}"
+    title = (
+        f"{facts['name']}  v{facts['policy_version']}  {facts['peers_connected']} peers  {facts['peer_id']}"
+    )
     table = Table("stage", "queue", "waiting for", "since", title=title, title_justify="left")
     for stage in facts["stages"]:
         queue = f"{stage.queued}/{stage.capacity}" if stage.capacity else ""

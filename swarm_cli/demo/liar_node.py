@@ -1,8 +1,9 @@
 """The liar's process: a member of the swarm that only ever publishes lies (`swarm_cli/liar.py`).
 
-Started by `swarm demo --with-liar` as `python -m swarm_cli.demo.liar_node <config>`. It walks through its own slots
-like an honest node, so that nothing but the lie is wrong with what it sends: a slot whose prompt a peer has answered
-already is answered with a copy, the others with false rewards, an easier question, or another slot's prompt in turn.
+Started by `swarm demo --with-liar` as `python -m swarm_cli.demo.liar_node <config>`. It walks through its own
+slots like an honest node, so that nothing but the lie is wrong with what it sends: a slot whose prompt a peer
+has answered already is answered with a copy, the others with false rewards, an easier question, or another
+slot's prompt in turn.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ class LiarNode:
         policy = open_policy(config, charter)
         environments = open_environments(charter)
         swarm = swarm_id(charter)
-        lineage = Lineage(owner=identity.peer_id, base_model=policy.base_model, tokenizer=policy.tokenizer_digest)
+        lineage = Lineage(
+            owner=identity.peer_id, base_model=policy.base_model, tokenizer=policy.tokenizer_digest
+        )
         universe = Universe(swarm, charter, environments)
         sequence = MemorySequence(clock.now_ms() * 1024)
         self._transport = transport

@@ -1,7 +1,9 @@
-"""What a demo consists of: its nodes, their homes, keys, ports and the charter. Makes folders, starts nothing.
+"""What a demo consists of: its nodes, their homes, keys, ports and the charter. Makes folders, starts
+nothing.
 
-Every node gets a home of its own under the demo's folder, and a complete configuration; the nodes then run exactly
-as a user's `swarm run --config <home>/node.json` would. With a seed the keys, and so the prompts, are the same again.
+Every node gets a home of its own under the demo's folder, and a complete configuration; the nodes then run
+exactly as a user's `swarm run --config <home>/node.json` would. With a seed the keys, and so the prompts, are
+the same again.
 """
 
 from __future__ import annotations
@@ -131,7 +133,8 @@ def _addresses(transport: str, identities: list[Identity]) -> list[str]:
         return [f"/memory/p2p/{identity.peer_id}" for identity in identities]
     ports = _free_ports(len(identities))
     return [
-        f"/ip4/127.0.0.1/tcp/{port}/p2p/{identity.peer_id}" for port, identity in zip(ports, identities, strict=True)
+        f"/ip4/127.0.0.1/tcp/{port}/p2p/{identity.peer_id}"
+        for port, identity in zip(ports, identities, strict=True)
     ]
 
 

@@ -1,7 +1,8 @@
 """The demo's processes: start them, follow their event streams, stop them, leave nothing behind.
 
-Every child leads a process group of its own, so stopping one takes its network daemon and scoring worker with it;
-children are told to end with SIGTERM, and killed when they do not within `STOP_S`. Not for what the nodes do.
+Every child leads a process group of its own, so stopping one takes its network daemon and scoring worker with
+it; children are told to end with SIGTERM, and killed when they do not within `STOP_S`. Not for what the nodes
+do.
 """
 
 from __future__ import annotations
@@ -52,8 +53,7 @@ def running(nodes: Sequence[PlannedNode]) -> Iterator[list[subprocess.Popen[byte
     """Start a process per node; on leaving, stop them all."""
     children: list[subprocess.Popen[bytes]] = []
     try:
-        for node in nodes:
-            children.append(_start(node))
+        children.extend(_start(node) for node in nodes)
         yield children
     finally:
         stop(children)
@@ -81,7 +81,9 @@ def check_alive(nodes: Sequence[PlannedNode], children: Sequence[subprocess.Pope
     for node, child in zip(nodes, children, strict=True):
         if child.poll() not in (None, 0):
             lines = (node.home.root / "output.log").read_text(encoding="utf-8", errors="replace").splitlines()
-            raise DemoError(f"{node.config.name} ended with code {child.returncode}: {' | '.join(lines[-4:])}")
+            raise DemoError(
+                f"{node.config.name} ended with code {child.returncode}: {' | '.join(lines[-4:])}"
+            )
 
 
 def stop(children: Sequence[subprocess.Popen[bytes]]) -> None:

@@ -1,7 +1,7 @@
 """The demo's result: what each node's `metrics.jsonl` says, as one JSON object and as a table.
 
-Reads only the event stream, like every other viewer. Field names are the command's contract; means over a run are
-means over its steps.
+Reads only the event stream, like every other viewer. Field names are the command's contract; means over a run
+are means over its steps.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def node_report(name: str, events: Iterable[Event]) -> dict[str, Any]:
 def result_table(nodes: Sequence[dict[str, Any]], wall_s: float) -> Table:
     """The table at the end of `swarm demo`."""
     table = Table(
-        "node", "params", "steps", "held-out before", "after", "gain", "own", "peers'", "shared", "staleness", "refused",
-        title=f"swarm demo, {wall_s:.0f} s", title_justify="left",
+        "node", "params", "steps", "held-out before", "after", "gain", "own", "peers'", "shared", "staleness",
+        "refused", title=f"swarm demo, {wall_s:.0f} s", title_justify="left",
     )  # fmt: skip
     names = {node["peer_id"]: node["name"] for node in nodes}
     for node in nodes:

@@ -1,7 +1,7 @@
 """The demo in one process: the same nodes on the in-memory transport, a virtual clock and one torch thread.
 
-Work is done inline and costs a fixed virtual time per lane, so two runs with the same seed give the same events,
-measured seconds aside. Not a benchmark: virtual time says nothing about speed.
+Work is done inline and costs a fixed virtual time per lane, so two runs with the same seed give the same
+events, measured seconds aside. Not a benchmark: virtual time says nothing about speed.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ async def _simulate(plan: DemoPlan, show: Callable[[str, Event], None]) -> None:
     sandbox = open_sandbox(plan.nodes[0].config, charter, open_environments(charter))
     sinks: list[JsonlSink] = []
     try:
-        nodes = [await _build(planned, charter, sandbox, network, clock, show, sinks) for planned in plan.honest]
+        nodes = [
+            await _build(planned, charter, sandbox, network, clock, show, sinks) for planned in plan.honest
+        ]
         async with asyncio.TaskGroup() as group:
             for node in nodes:
                 group.create_task(node.run(), name=node.config.name)
