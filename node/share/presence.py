@@ -208,8 +208,8 @@ class Presence:
             direction = "behind" if skew_ms > 0 else "ahead of"
             self._notice(
                 "warning",
-                f"this clock is {abs(skew_ms) / 1000:.0f} s {direction} the neighbours'; others refuse what they cannot "
-                "date. Switch on time synchronisation",
+                f"this clock is {abs(skew_ms) / 1000:.0f} s {direction} the neighbours'; others refuse what they "
+                "cannot date. Switch on time synchronisation",
             )
             self._skew_told = True
 
@@ -218,8 +218,8 @@ class Presence:
             theirs = hello.peer.protocol_version
             return f"this node speaks protocol {PROTOCOL_VERSION}, yours is {theirs}; update the older"
         if hello.swarm_id != self._swarm_id:
-            ours, theirs = self._swarm_id[:12], hello.swarm_id[:12]
-            return f"this node belongs to swarm {ours} ({self._charter.name}), not {theirs}"
+            other = hello.swarm_id[:12]
+            return f"this node belongs to swarm {self._swarm_id[:12]} ({self._charter.name}), not {other}"
         if not is_member(self._charter, peer_id):
             return f"swarm {self._charter.name} is closed and {peer_id} is not a member; ask its founder"
         return ""
