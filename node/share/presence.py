@@ -208,8 +208,8 @@ class Presence:
             direction = "behind" if skew_ms > 0 else "ahead of"
             self._notice(
                 "warning",
-                f"this clock is {abs(skew_ms) / 1000:.0f} s {direction} the neighbours'; others refuse what they "
-                "cannot date. Switch on time synchronisation",
+                f"this clock is {abs(skew_ms) / 1000:.0f} s {direction} the neighbours'; others refuse "
+                "what they cannot date. Switch on time synchronisation",
             )
             self._skew_told = True
 
