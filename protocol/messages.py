@@ -106,8 +106,8 @@ class Charter(Record, frozen=True):
     max_new_tokens: Annotated[int, Meta(ge=1, le=MAX_ROLLOUT_TOKENS)] = 16
     window_ms: Annotated[int, Meta(ge=1000, le=86_400_000)] = 10_000
     universe_size: Annotated[int, Meta(ge=1, le=2**31)] = 4096
-    pool_size: Annotated[int, Meta(ge=1, le=2**20)] = 128
-    slots_per_window: Annotated[int, Meta(ge=1, le=2**20)] = 64
+    pool_size: Annotated[int, Meta(ge=1, le=2**16)] = 128
+    slots_per_window: Annotated[int, Meta(ge=1, le=2**16)] = 64
     max_skip_share: Annotated[float, Meta(ge=0, le=1)] = 0.5
     rules: VerificationRules = VerificationRules()
     signature: Annotated[bytes, Meta(max_length=64)] = b""
