@@ -1,9 +1,9 @@
 """A node's whole configuration: one typed tree, TOML in, JSON out.
 
-Order: defaults < `--config` files in order < `SWARM_...` environment (`SWARM_TRAIN__LEARNING_RATE=1e-4`) <
-`--set` and flags. Unknown keys are errors that name the nearest valid one. The string under a field is its
-help; `swarm config schema` prints the JSON schema. Nothing here imports torch. What all members of a swarm
-must share is not here but in the charter.
+Order: defaults < `--config` files in order < `SWARM_...` environment (`SWARM_TRAIN__LEARNING_RATE=1e-4`, an
+empty variable counts as unset) < `--set` and flags. Unknown keys are errors that name the nearest valid one.
+The string under a field is its help; `swarm config schema` prints the JSON schema. Nothing here imports
+torch. What all members of a swarm must share is not here but in the charter.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import difflib
 import json
 import os
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,11 +35,14 @@ __all__ = [
     "load_config",
 ]
 
+_TEXTUAL = (str, Path)
+
 
 class Section(BaseModel):
     """A closed, immutable table of the configuration."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    # Without infinities, which JSON cannot write: the resolved configuration must load again.
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class PolicyConfig(Section):
@@ -52,7 +55,15 @@ class PolicyConfig(Section):
     def folder(self) -> Path:
         """The policy's folder, absolute. Raises ConfigError when it is nowhere."""
         path = Path(self.path).expanduser()
-        return path.resolve() if path.is_dir() else bundled(self.path)
+        if path.is_dir():
+            return path.resolve()
+        try:
+            return bundled(self.path)
+        except ConfigError:
+            raise ConfigError(
+                f"policy.path {self.path!r} is no folder here, and no policy of that name is bundled; "
+                "give a folder in Hugging Face layout"
+            ) from None
 
 
 class NetworkConfig(Section):
@@ -71,8 +82,8 @@ class NetworkConfig(Section):
 class RolloutConfig(Section):
     engine: Literal["transformers"] = "transformers"
     """What generates."""
-    temperature: float = Field(1.0, gt=0, le=10)
-    """Sampling temperature."""
+    temperature: float = Field(1.0, ge=0.01, le=10)
+    """Sampling temperature; peers refuse what was sampled below 0.01."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Nucleus; 1 keeps log-probabilities exact."""
     max_staleness: int = Field(1, ge=0)
@@ -111,6 +122,8 @@ class WeightConfig(Section):
     """Weight of all external groups together against the own ones."""
     newcomer_trust: float = Field(0.5, ge=0, le=1)
     """Trust in a peer never seen before."""
+    quarantine_windows: float = Field(20.0, gt=0)
+    """How long a peer caught lying is left alone the first time; twice as long each further time."""
 
 
 class TrainConfig(Section):
@@ -168,6 +181,12 @@ class NodeConfig(Section):
     train: TrainConfig = TrainConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
 
+    @pydantic.field_validator("home")
+    @classmethod
+    def _absolute(cls, home: Path) -> Path:
+        """`~` means the user's folder wherever the key comes from, and other processes get this path too."""
+        return home.expanduser().absolute()
+
 
 def load_config(files: Iterable[Path] = (), overrides: Mapping[str, Any] | None = None) -> NodeConfig:
     """The resolved configuration. `overrides` maps dotted keys to values or to TOML text of them. Raises
@@ -176,14 +195,14 @@ def load_config(files: Iterable[Path] = (), overrides: Mapping[str, Any] | None 
     values: dict[str, Any] = {}
     for file in files:
         _merge(values, _read(file))
-    _refuse_unknown_keys(values, known)
     for key, value in {**_environment(), **(overrides or {})}.items():
         _refuse_unknown_key(key, known)
         *sections, last = key.split(".")
-        table = values
-        for section in sections:
-            table = table.setdefault(section, {})
-        table[last] = _plain(value)
+        nested = {last: _plain(value, is_text=known[key] in _TEXTUAL)}
+        for section in reversed(sections):
+            nested = {section: nested}
+        _merge(values, nested)
+    _refuse_unknown_keys(values, known)
     try:
         return NodeConfig.model_validate(values)
     except pydantic.ValidationError as error:
@@ -195,35 +214,50 @@ def load_config(files: Iterable[Path] = (), overrides: Mapping[str, Any] | None 
 def _environment() -> dict[str, str]:
     """`SWARM_TRAIN__STEPS=3` as {"train.steps": "3"}."""
     prefix = "SWARM_"
-    found = {key[len(prefix) :]: value for key, value in os.environ.items() if key.startswith(prefix)}
+    found = {
+        key[len(prefix) :]: value for key, value in os.environ.items() if key.startswith(prefix) and value
+    }
     return {key.lower().replace("__", "."): value for key, value in found.items()}
 
 
-def _plain(value: Any) -> Any:
-    """A flag's or variable's text as the TOML value it spells, or as the text itself."""
+def _plain(value: Any, *, is_text: bool) -> Any:
+    """A flag's or variable's text as the TOML value it spells, or as the text itself. Where text is wanted,
+    `7` and `2026-01-31` are text."""
     if not isinstance(value, str):
         return value
     try:
-        return tomllib.loads(f"value = {value}")["value"]
+        spelled = tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
         return value
+    return value if is_text and not isinstance(spelled, str) else spelled
 
 
 def _read(file: Path) -> dict[str, Any]:
-    path = file if file.exists() else None
-    if path is None:
-        name = file.name if file.suffix else f"{file.name}.toml"
-        try:
-            path = bundled(name)
-        except ConfigError:
-            raise ConfigError(
-                f"no config file {str(file)!r}, and no profile of that name in configs/"
-            ) from None
-    text = path.read_text(encoding="utf-8", errors="replace")
+    path = file if file.is_file() or not _is_bare_name(file) else _profile(file)
     try:
-        return json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ConfigError(f"config file {str(file)!r} cannot be read: {error.strerror}") from None
+    kind = "JSON" if path.suffix == ".json" else "TOML"
+    try:
+        values = json.loads(text) if kind == "JSON" else tomllib.loads(text)
     except ValueError as error:
-        raise ConfigError(f"{path} is not valid {path.suffix[1:].upper()}: {error}") from None
+        raise ConfigError(f"{path} is not valid {kind}: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} holds a {type(values).__name__}, not a table of config keys")
+    return values
+
+
+def _is_bare_name(file: Path) -> bool:
+    """Only a name can mean a profile; a path with a folder in it means that file."""
+    return file.parent == Path(".")
+
+
+def _profile(file: Path) -> Path:
+    try:
+        return bundled(file.name if file.suffix else f"{file.name}.toml")
+    except ConfigError:
+        raise ConfigError(f"no config file {str(file)!r}, and no profile of that name in configs/") from None
 
 
 def _merge(into: dict[str, Any], other: Mapping[str, Any]) -> None:
@@ -234,23 +268,26 @@ def _merge(into: dict[str, Any], other: Mapping[str, Any]) -> None:
             into[key] = dict(value) if isinstance(value, Mapping) else value
 
 
-def _refuse_unknown_key(key: str, known: Mapping[str, bool]) -> None:
+def _refuse_unknown_key(key: str, known: Collection[str]) -> None:
     if key not in known:
         nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
         raise ConfigError(f"unknown config key {key!r}; the nearest valid one is {nearest!r}")
 
 
-def _refuse_unknown_keys(values: Mapping[str, Any], known: Mapping[str, bool], prefix: str = "") -> None:
+def _refuse_unknown_keys(values: Mapping[str, Any], known: Mapping[str, Any], prefix: str = "") -> None:
     for key, value in values.items():
         _refuse_unknown_key(prefix + key, known)
-        if isinstance(value, Mapping) and known[prefix + key]:
+        if isinstance(value, Mapping) and _is_section(known[prefix + key]):
             _refuse_unknown_keys(value, known, f"{prefix}{key}.")
 
 
-def _known_keys(model: type[BaseModel], prefix: str = "") -> Iterable[tuple[str, bool]]:
-    """Every dotted key, and whether it is a section."""
+def _known_keys(model: type[BaseModel], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    """Every dotted key with its type; sections too."""
     for name, field in model.model_fields.items():
-        is_section = isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
-        yield prefix + name, is_section
-        if is_section:
+        yield prefix + name, field.annotation
+        if _is_section(field.annotation):
             yield from _known_keys(field.annotation, f"{prefix}{name}.")  # type: ignore[arg-type]
+
+
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)

@@ -67,7 +67,7 @@ from node.verify.stage import VerifyStage
 from node.verify.tokens import Decode
 from node.weight.answered import AnsweredPrompts
 from node.weight.staleness import StalenessLimits
-from node.weight.trust import TrustBook, TrustSettings
+from node.weight.trust import Hardness, TrustBook, TrustSettings
 from protocol.charter import swarm_id
 from protocol.constants import PROTOCOL_VERSION
 from protocol.identity import Identity
@@ -138,7 +138,11 @@ class Node:
 
         rng = random.Random(config.seed)
         self._peers = PeerBook(self._lineage.tokenizer)
-        self._trust = TrustBook(TrustSettings(newcomer=config.weight.newcomer_trust))
+        self._trust = TrustBook(
+            TrustSettings(
+                newcomer=config.weight.newcomer_trust, quarantine_windows=config.weight.quarantine_windows
+            )
+        )
         self._answered = AnsweredPrompts()
         self._pool = ReplayPool(config.share.pool_groups, config.share.max_uses, rng)
         self._pooled = asyncio.Event()
@@ -419,6 +423,8 @@ class Node:
         verdict = self._verifier.observe(heard.sender, heard.announcement, heard.arrived_at)
         if verdict.reason:
             self._peers.rejected(heard.sender, verdict.reason)
+            if verdict.blames_author:
+                self._trust.record(heard.sender, Hardness.HARD, self._window())
             return False
         return self._settled() and not self._trust.quarantined(heard.sender, self._window())
 

@@ -92,6 +92,12 @@ class Liar:
             # The token ids are in the author's tokenizer, and the charter allows anybody to use that.
             lineage=msgspec.structs.replace(self.lineage, tokenizer=group.lineage.tokenizer),
             prompt=PromptRef(window=window, slot=mine.index(index), index=index),
+            # The author's version would make the liar's own groups look old.
+            policy_version=0,
+            rollouts=tuple(
+                msgspec.structs.replace(rollout, versions=bytes(len(rollout.versions)))
+                for rollout in group.rollouts
+            ),
         )
 
     def _easy_question(self, group: RolloutGroup) -> RolloutGroup:
