@@ -98,13 +98,13 @@ def test_drawn_evidence_by_hand(world, alice, bob):
 
 
 def test_equal_evidence_by_hand(world, alice, bob):
-    """Certain draws say nothing by themselves. Last bit equal: 5 nats a token beyond 0.001; within 0.001 of
+    """Certain draws say nothing by themselves. Last bit equal: 10 nats a token beyond 0.001; within 0.001 of
     -0.02: ln(0.02 / 0.002) = 2.30; of -0.0015: below the tolerance's own size, nothing."""
     first = one_text_group(world, alice, [[-0.02, -0.0005], [-0.0015, -0.02]], version=3, base="a")
     equal = one_text_group(world, bob, [[-0.02, -0.0005], [-0.0015, -0.02]], version=3, base="b")
     near = one_text_group(world, bob, [[-0.0205, -0.0004], [-0.001, -0.0195]], version=3, base="b")
     far = one_text_group(world, bob, [[-0.0215, -0.0004], [-0.001, -0.0185]], version=3, base="b")
-    assert evidence_nats(print_of(equal), print_of(first)) == pytest.approx(15.0)
+    assert evidence_nats(print_of(equal), print_of(first)) == pytest.approx(30.0)
     expected = np.log(0.0205 / 0.002) + np.log(0.0195 / 0.002)
     assert evidence_nats(print_of(near), print_of(first)) == pytest.approx(expected, abs=1e-4)
     assert evidence_nats(print_of(far), print_of(first)) == 0.0
@@ -120,7 +120,7 @@ def test_a_shared_prefix_counts_once(world, alice, bob):
 
     # drawn: 2.85 nats, less ln 3 arrangements (3! / 2!) = 1.75; equal: three distinct prefixes
     assert evidence_nats(print_of(build(bob)), print_of(build(alice))) == pytest.approx(
-        2.85 - np.log(3) + 15, abs=1e-5
+        2.85 - np.log(3) + 30, abs=1e-5
     )
 
 
