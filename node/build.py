@@ -1,68 +1,111 @@
 """From a configuration to the parts of a node: policy, trainer, engine, environments, sandbox, charter.
 
-Everything here blocks and is done once, before the network starts; each failure is one sentence. Heavy
-imports (torch) happen on importing this module, so the command line imports it late.
+Everything here blocks and is done once, before the network starts; each failure is one sentence. Torch is
+imported by the functions that need it, so what needs none (charter, sandbox) is checked before it is loaded.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from node.config import NodeConfig
 from node.paths import Home, bundled
-from node.rollout.engine.base import Engine
-from node.rollout.engine.transformers import TransformersEngine
 from node.rollout.environment import Environment, open_environment
 from node.rollout.policy import Policy
 from node.sandbox.records import SandboxLimits
 from node.sandbox.scorer import Scorer
 from node.sandbox.strength import describe
 from node.state import write_atomically
-from node.train.objectives import open_objective
-from node.train.settings import TrainSettings, Treatment, TreatmentSettings
 from node.verify.tokens import Decode
-from protocol.charter import charter_bytes, decode_charter, found, is_member
+from protocol.charter import charter_bytes, decode_charter, found, is_member, swarm_id
 from protocol.errors import CharterError, ConfigError, ModelError, SandboxError
 from protocol.identity import Identity
 from protocol.messages import Charter, Digest
 
+if TYPE_CHECKING:
+    from node.rollout.engine.base import Engine
+    from node.train.settings import TrainSettings
+
 __all__ = [
+    "device_of",
+    "inspect_charter",
     "load_charter",
     "open_decoders",
     "open_engine",
     "open_environments",
     "open_policy",
     "open_sandbox",
+    "require_strength",
     "train_settings",
 ]
-
-FORCED = {"auto": None, "compat": Treatment.COMPAT, "hacpo": Treatment.HACPO, "dppo_tv": Treatment.OWN}
 
 
 def load_charter(config: NodeConfig, identity: Identity, now_ms: int) -> Charter:
     """The swarm's charter: a signed file, or TOML that this node founds a swarm of its own with. Without any,
-    the demo's rules. Raises CharterError or ConfigError."""
+    the demo's rules. Raises CharterError."""
     home = Home(config.home)
-    path = Path(config.charter).expanduser() if config.charter else home.charter
-    if config.charter and not path.exists():
-        path = bundled(config.charter)
-    if path.exists() and path.suffix != ".toml":
-        try:
+    path = _charter_path(config, home)
+    with _named(path):
+        if path.suffix == ".toml":
+            charter = _found(identity, path.read_text(encoding="utf-8"), home.charter, now_ms)
+        else:
             charter = decode_charter(path.read_bytes())
-        except CharterError as error:
-            raise CharterError(f"{path}: {error}") from None
-    else:
-        text = (path if path.exists() else bundled("demo-charter.toml")).read_text(encoding="utf-8")
-        charter = found(identity, text, now_ms)
-        write_atomically(home.charter, charter_bytes(charter))
     if not is_member(charter, identity.peer_id):
         raise CharterError(
             f"swarm {charter.name} is closed and {identity.peer_id} is not a member; ask its founder"
         )
+    return charter
+
+
+def inspect_charter(config: NodeConfig) -> tuple[Path, str]:
+    """Where the charter of a run would come from, and its swarm's name; founds nothing. Raises
+    CharterError."""
+    path = _charter_path(config, Home(config.home))
+    with _named(path):
+        if path.suffix == ".toml":
+            return path, found(Identity.generate(), path.read_text(encoding="utf-8"), 0).name
+        return path, decode_charter(path.read_bytes()).name
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Errors of reading a charter, with the path in them."""
+    try:
+        yield
+    except CharterError as error:
+        raise CharterError(f"{path}: {error}") from None
+    except OSError as error:
+        raise CharterError(f"cannot read or keep the charter {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise CharterError(f"{path} is no TOML text; a signed charter must not end in .toml") from None
+
+
+def _charter_path(config: NodeConfig, home: Home) -> Path:
+    if not config.charter:
+        return home.charter if home.charter.exists() else bundled("demo-charter.toml")
+    path = Path(config.charter).expanduser()
+    if path.exists():
+        return path
+    try:
+        return bundled(config.charter)
+    except ConfigError:
+        raise CharterError(f"there is no charter at {config.charter!r}, here or in configs/") from None
+
+
+def _found(identity: Identity, rules: str, kept: Path, now_ms: int) -> Charter:
+    """The swarm that `identity` founds with `rules`: the one in `kept` if it is this one, so that a founder
+    that starts again stays in its swarm."""
+    if kept.is_file():
+        with contextlib.suppress(CharterError):
+            known = decode_charter(kept.read_bytes())
+            if swarm_id(found(identity, rules, known.created_at)) == swarm_id(known):
+                return known
+    charter = found(identity, rules, now_ms)
+    write_atomically(kept, charter_bytes(charter))
     return charter
 
 
@@ -93,30 +136,35 @@ def open_environments(charter: Charter) -> dict[str, Environment]:
     return environments
 
 
-def open_sandbox(config: NodeConfig, charter: Charter, environments: Mapping[str, Environment]) -> Scorer:
-    """The started scoring sandbox. Raises SandboxError when it is too weak for what the charter asks."""
+def open_sandbox(config: NodeConfig, charter: Charter) -> Scorer:
+    """The scoring sandbox of this charter, not started yet."""
     limits = SandboxLimits(
         cpu_s=max(1, round(config.verify.score_timeout_s)), wall_s=3 * config.verify.score_timeout_s
     )
-    scorer = Scorer(charter.environments, limits, hidden_paths=[str(config.home)])
-    report = scorer.start()
+    return Scorer(charter.environments, limits, hidden_paths=[str(config.home)])
+
+
+def require_strength(sandbox: Scorer, environments: Mapping[str, Environment]) -> None:
+    """Raise SandboxError when the started `sandbox` is too weak for what the charter asks."""
     evaluating = [name for name, environment in environments.items() if environment.evaluates_answers]
-    if evaluating and not report.may_evaluate:
-        scorer.close()
+    if evaluating and not sandbox.report.may_evaluate:
         raise SandboxError(
             f"{evaluating[0]} executes the answers it scores, and the sandbox here is too weak for that "
-            f"({describe(report)}); leave that swarm, or run where user namespaces are allowed"
+            f"({describe(sandbox.report)}); leave that swarm, or run where user namespaces are allowed"
         )
-    return scorer
 
 
 def open_engine(config: NodeConfig, policy: Policy) -> Engine:
     """The configured engine with its own copy of the weights."""
+    from node.rollout.engine.transformers import TransformersEngine
+
     return TransformersEngine(policy, device=device_of(config))
 
 
 def device_of(config: NodeConfig) -> str:
     """`cuda` or `cpu`. Raises ConfigError when CUDA is asked for and not there."""
+    import torch
+
     if config.policy.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("policy.device is 'cuda' and torch sees no CUDA device; set it to 'auto' or 'cpu'")
     available = config.policy.device != "cpu" and torch.cuda.is_available()
@@ -125,7 +173,12 @@ def device_of(config: NodeConfig) -> str:
 
 def train_settings(config: NodeConfig, charter: Charter) -> TrainSettings:
     """What the trainer and the batches need."""
+    from node.train.objectives import Aggregation, Compat, open_objective
+    from node.train.settings import TrainSettings, Treatment, TreatmentSettings
+
     train, weight = config.train, config.weight
+    # Dr.GRPO divides by a constant length instead of by the tokens there are.
+    dr_grpo = {"aggregation": Aggregation.SEQ_MEAN_TOKEN_SUM_NORM} if weight.advantage == "dr_grpo" else {}
     return TrainSettings(
         learning_rate=train.learning_rate,
         warmup_steps=train.warmup_steps,
@@ -135,8 +188,12 @@ def train_settings(config: NodeConfig, charter: Charter) -> TrainSettings:
         # Another tokenizer may need several of ours for one of its tokens.
         max_completion_tokens=8 * charter.max_new_tokens,
         length_norm_tokens=charter.max_new_tokens,
-        own=open_objective(train.objective),
-        treatment=TreatmentSettings(force=FORCED[weight.external], advantage=weight.advantage),
+        own=open_objective(train.objective, dr_grpo),
+        compat=open_objective(Compat.name, dr_grpo),
+        treatment=TreatmentSettings(
+            force=None if weight.external == "auto" else Treatment(weight.external),
+            advantage=weight.advantage,
+        ),
         device=device_of(config),
     )
 

@@ -1,9 +1,10 @@
 """Time as an argument: the system's, or a virtual one that jumps when every task waits.
 
-Nothing in `node/` reads `time.time()`; it asks the `Clock` it was given. A virtual clock comes with its own
-event loop (`run_virtual`), on which `asyncio.sleep`, timeouts and `loop.time()` take no real time: whenever
-no callback is ready, time moves to the next timer. With no threads and no sockets such a run is
-deterministic. Not for measuring how long work takes: use `time.perf_counter` for that.
+Nothing in `node/` but the hivemind adapter, which must agree with hivemind's own, reads the machine's time of
+day; the rest asks the `Clock` it was given. A virtual clock comes with its own event loop (`run_virtual`), on
+which `asyncio.sleep`, timeouts and `loop.time()` take no real time: whenever no callback is ready, time moves
+to the next timer. With no threads and no sockets such a run is deterministic. Not for measuring how long work
+takes: use `time.perf_counter` for that.
 """
 
 from __future__ import annotations

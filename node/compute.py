@@ -18,7 +18,6 @@ __all__ = ["Compute", "InlineCompute", "Lane", "ThreadCompute"]
 
 T = TypeVar("T")
 Lane = str
-LANES: tuple[Lane, ...] = ("generate", "train", "score", "verify", "evaluate", "disk")
 
 
 class Compute(Protocol):

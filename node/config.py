@@ -114,10 +114,11 @@ class ShareConfig(Section):
 
 class WeightConfig(Section):
     advantage: Literal["grpo", "rloo", "dr_grpo"] = "grpo"
-    """Advantage inside one group."""
-    external: Literal["auto", "compat", "hacpo", "dppo_tv"] = "auto"
+    """Advantage inside one group. dr_grpo also divides the loss by a constant length instead of by tokens."""
+    external: Literal["auto", "compat", "hacpo", "own"] = "auto"
     """How peers' groups enter the loss. auto: GRAFT where our group failed and theirs is mixed, HACPO's
-    capability-aware term where a prompt is shared, `compat` elsewhere."""
+    capability-aware term where a prompt is shared, `compat` elsewhere. own: as own groups are, by
+    `train.objective`, but `compat` where the tokenizer is another."""
     external_weight: float = Field(1.0, ge=0)
     """Weight of all external groups together against the own ones."""
     newcomer_trust: float = Field(0.5, ge=0, le=1)
@@ -128,7 +129,7 @@ class WeightConfig(Section):
 
 class TrainConfig(Section):
     steps: int = Field(100, ge=1)
-    """Optimiser steps of this run."""
+    """Optimiser steps of this run, beyond those of the checkpoint it goes on from."""
     local_groups: int = Field(4, ge=1)
     """Own groups in a step (I)."""
     external_groups: int = Field(4, ge=0)
@@ -145,8 +146,11 @@ class TrainConfig(Section):
     """Gradients are clipped to this norm."""
     micro_batch_tokens: int = Field(16_384, ge=1)
     """Padded tokens of one forward and backward pass."""
-    checkpoint_every: int = Field(50, ge=1)
-    """Steps between checkpoints; one is written at the end in any case."""
+    checkpoint_every: int = Field(20, ge=1)
+    """Steps between checkpoints; one is written at the end in any case. A run of the same name goes on from
+    the newest."""
+    keep_checkpoints: int = Field(2, ge=1)
+    """Older checkpoints are removed."""
 
 
 class EvaluateConfig(Section):

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 __all__ = [
+    "CheckCount",
     "CheckOutcome",
     "Evaluated",
     "Event",
@@ -103,7 +104,9 @@ class PeerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """0 to 1."""
     policy_version: int
     """Newest version this peer announced, -1 before the first announcement."""
-    lag_windows: float
+    lag: float
+    """How many versions, on average, its accepted groups were behind that at arrival."""
+    age_windows: float
     """Mean age, in windows, of its accepted groups at arrival."""
     last_seen_at: int
     same_tokenizer: bool
@@ -113,6 +116,16 @@ class PeersSeen(Event, frozen=True, kw_only=True):
     """Snapshot of the peers table."""
 
     peers: tuple[PeerStatus, ...]
+
+
+class CheckCount(msgspec.Struct, frozen=True, kw_only=True):
+    """How often one check gave each verdict so far, and what it cost in all."""
+
+    check: str
+    accepted: int
+    rejected: int
+    suspected: int
+    cost_s: float
 
 
 class CheckOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -229,6 +242,8 @@ class Health(Event, frozen=True, kw_only=True):
     """Refusals below verification (rate, size, signature ...) by reason."""
     announced: int
     bodies_fetched: int
+    checks: tuple[CheckCount, ...] = ()
+    """Checks of verification that have run, cheap ones first."""
 
 
 class Notice(Event, frozen=True, kw_only=True):
@@ -244,6 +259,7 @@ class NodeStopped(Event, frozen=True, kw_only=True):
 
     reason: str
     steps: int
+    """Versions made in this run."""
     wall_s: float
 
 

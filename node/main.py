@@ -1,21 +1,29 @@
-"""From the command line to a running node: builds the real parts, runs the loop, ends cleanly.
+"""From the command line to a running node: checks, builds the real parts, runs the loop, ends cleanly.
 
-Signals stop the node within seconds; the event stream goes to `metrics.jsonl`, to the local socket and to
-whatever sink the caller gives. Not imported by anything but the command line: it pulls torch in.
+    home lock -> key, charter, policy folder, port -> sandbox starts beside the imports -> torch -> network
+
+What a person can get wrong is refused before torch is loaded. The first SIGINT or SIGTERM ends the node in
+order (the work in flight is finished, the network closed); a second one ends the process at once. The event
+stream goes to `metrics.jsonl`, to the local socket and to whatever sink the caller gives.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import logging.handlers
+import os
 import signal
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Self
 
 import psutil
-import torch
 
 from node.build import (
     load_charter,
@@ -24,46 +32,111 @@ from node.build import (
     open_environments,
     open_policy,
     open_sandbox,
+    require_strength,
     train_settings,
 )
 from node.clock import Clock, SystemClock
 from node.compute import ThreadCompute
 from node.config import NodeConfig
-from node.events import Event, EventBus
+from node.events import Event, EventBus, Notice
 from node.keys import create_key, load_or_create_key
-from node.node import Node, NodeParts
+from node.lock import hold
 from node.paths import Home, RunDir
 from node.sandbox.scorer import Scorer
 from node.share.presence import ask_clock, fetch_charter
-from node.state import ReplayStore, SequenceStore, WindowStore, write_atomically
+from node.state import ReplayStore, SequenceStore, WindowStore, remove_leftovers, write_atomically
 from node.telemetry import JsonlSink, SocketSink
-from node.train.step import Trainer
-from node.transport import open_transport
+from node.transport import open_transport, peer_id_of, require_free
 from node.transport.base import Transport
+from node.weight.trust import load_standings
 from protocol.charter import charter_bytes, swarm_id
+from protocol.errors import ConfigError
 from protocol.identity import Identity
-from protocol.messages import Charter
+from protocol.messages import Charter, Digest
 from protocol.records import record_validator
 from protocol.replay import ReplayCache
+
+if TYPE_CHECKING:
+    from node.rollout.engine.base import Engine
+    from node.rollout.environment import Environment
+    from node.rollout.policy import Policy
+    from node.train.settings import TrainSettings
+    from node.train.step import Trainer
+    from node.verify.tokens import Decode
 
 __all__ = ["fetch_charter_from", "measure_skew_s", "open_alone", "run_node"]
 
 LOG_BYTES = 10 * 2**20
+INTERRUPTED = 130
 
 
-def run_node(config: NodeConfig, show: Callable[[Event], None]) -> None:
-    """Run a node until its steps are done or a signal comes; `show` gets every event. Raises SwarmError."""
-    home = Home(config.home).create()
-    run_dir = home.run(config.run).create()
-    _log_to(run_dir)
-    write_atomically(run_dir.config, config.model_dump_json(indent=2).encode())
+def run_node(config: NodeConfig, show: Callable[[Event], None]) -> bool:
+    """Run a node until its steps are done (True) or a signal ends it (False); `show` gets every event. Raises
+    SwarmError."""
+    home = Home(config.home)
+    home.socket(config.name)
+    with hold(home.create().lock), contextlib.ExitStack() as stack:
+        remove_leftovers(home.state)
+        identity, charter = _prepare(config, home)
+        starter = stack.enter_context(ThreadPoolExecutor(1))
+        sandbox = stack.enter_context(contextlib.closing(open_sandbox(config, charter)))
+        report = starter.submit(sandbox.start)  # a process of its own, which starts while this one imports
+        loaded = _load(config, charter)
+        report.result()
+        require_strength(sandbox, loaded.environments)
+        gc.freeze()  # what is loaded stays: collecting it again and again costs 1.5 s at the exit alone
+        return asyncio.run(_run(config, home, identity, charter, loaded, sandbox, show))
+
+
+def _prepare(config: NodeConfig, home: Home) -> tuple[Identity, Charter]:
+    """Key and charter of this node, and its run's folder; refuses what needs no torch to be seen."""
+    if config.network.transport == "memory":
+        raise ConfigError("network.transport 'memory' is for `swarm demo`; a node needs 'hivemind' or 'none'")
+    config.policy.folder()
     identity = load_or_create_key(home.key)
-    clock = SystemClock()
-    charter = load_charter(config, identity, clock.now_ms())
-    environments = open_environments(charter)
+    if config.network.transport == "hivemind":
+        require_free(config.network.listen)
+    try:
+        charter = load_charter(config, identity, SystemClock().now_ms())
+        run_dir = home.run(config.run).create()
+        write_atomically(run_dir.config, config.model_dump_json(indent=2).encode())
+        _log_to(run_dir)
+    except OSError as error:
+        raise ConfigError(f"cannot write in {error.filename or home.root}: {error.strerror}") from None
+    return identity, charter
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """What takes seconds to make and needs no network."""
+
+    policy: Policy
+    environments: dict[str, Environment]
+    settings: TrainSettings
+    trainer: Trainer
+    engine: Engine
+    decoders: dict[Digest, Decode]
+
+
+def _load(config: NodeConfig, charter: Charter) -> _Loaded:
+    import torch
+
+    from node.train.checkpoint import resume
+    from node.train.step import Trainer
+
     torch.manual_seed(config.seed)
-    with open_sandbox(config, charter, environments) as sandbox:
-        asyncio.run(_run(config, home, identity, charter, sandbox, clock, show))
+    policy = open_policy(config, charter)
+    settings = train_settings(config, charter)
+    trainer, engine = Trainer(policy, settings), open_engine(config, policy)
+    resume(trainer, engine, Home(config.home).run(config.run).checkpoints)
+    return _Loaded(
+        policy=policy,
+        environments=open_environments(charter),
+        settings=settings,
+        trainer=trainer,
+        engine=engine,
+        decoders=open_decoders(policy, charter),
+    )
 
 
 async def _run(
@@ -71,26 +144,25 @@ async def _run(
     home: Home,
     identity: Identity,
     charter: Charter,
+    loaded: _Loaded,
     sandbox: Scorer,
-    clock: Clock,
     show: Callable[[Event], None],
-) -> None:
-    policy = open_policy(config, charter)
-    settings = train_settings(config, charter)
-    compute = ThreadCompute()
-    bus = EventBus()
-    replay = ReplayStore(home.state, ReplayCache(), clock.now_ms())
+) -> bool:
+    from node.node import Node, NodeParts
+
+    clock = SystemClock()
     async with contextlib.AsyncExitStack() as stack:
-        stack.callback(replay.close)
+        signals = stack.enter_context(_Signals())
+        compute = ThreadCompute()
         stack.callback(compute.close)
+        replay = ReplayStore(home.state, ReplayCache(), clock.now_ms())
+        stack.callback(replay.close)
+        bus = EventBus()
         metrics = JsonlSink(home.run(config.run).metrics)
         stack.callback(metrics.close)
-        bus.subscribe(metrics)
         socket = SocketSink(home.socket(config.name))
         await socket.start()
         stack.push_async_callback(socket.close)
-        bus.subscribe(socket)
-        bus.subscribe(show)
         transport: Transport | None = None
         if config.network.transport != "none":
             transport = await open_transport(
@@ -100,49 +172,101 @@ async def _run(
                 max_daemon_bytes=config.network.max_daemon_bytes,
             )
             stack.push_async_callback(transport.close)
+        for sink in (metrics, socket, show):
+            bus.subscribe(sink)
         node = Node(
             config,
             NodeParts(
                 identity=identity,
                 charter=charter,
-                policy=policy,
-                settings=settings,
-                trainer=Trainer(policy, settings),
-                engine=open_engine(config, policy),
-                environments=open_environments(charter),
+                policy=loaded.policy,
+                settings=loaded.settings,
+                trainer=loaded.trainer,
+                engine=loaded.engine,
+                environments=loaded.environments,
                 sandbox=sandbox,
-                decoders=open_decoders(policy, charter),
+                decoders=loaded.decoders,
                 transport=transport,
                 sequence=SequenceStore(home.state / "sequence", clock.now_ms()),
                 replay=replay,
                 windows=WindowStore(home.state / "window"),
+                standings=load_standings(home.state / "trust.json", swarm_id(charter)),
                 clock=clock,
                 compute=compute,
                 bus=bus,
                 rss_bytes=lambda: psutil.Process().memory_info().rss,
             ),
         )
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, node.stop, f"signal {signal.Signals(number).name}")
+
+        def stop(reason: str) -> None:
+            bus.emit(_warning(clock, "stopping after the work in flight; again to stop at once"))
+            node.stop(reason)
+
+        signals.then(stop)
         await node.run()
+    return signals.received is None
 
 
-def fetch_charter_from(address: str, config: NodeConfig) -> Path:
-    """Connect to `address`, fetch and check its swarm's charter, store it at home. Raises AddressError,
+class _Signals:
+    """The first SIGINT or SIGTERM ends the node in order, a second one ends the process at once.
+
+    Real signal handlers, not the loop's: they also run while the loop's thread waits for the work in flight.
+    """
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self._stop: Callable[[str], None] | None = None
+        self._loop = asyncio.get_running_loop()
+
+    def __enter__(self) -> Self:
+        self._before = {
+            number: signal.signal(number, self._receive) for number in (signal.SIGINT, signal.SIGTERM)
+        }
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def then(self, stop: Callable[[str], None]) -> None:
+        """Call `stop` with the reason at the first signal, also if that came before."""
+        self._stop = stop
+        self._tell()
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self.received is not None:
+            os._exit(INTERRUPTED)  # the network daemon and the sandbox end when their pipes to us close
+        self.received = signal.Signals(number)
+        self._loop.call_soon_threadsafe(self._tell)
+
+    def _tell(self) -> None:
+        if self.received is not None and self._stop is not None:
+            self._stop(f"signal {self.received.name}")
+
+
+def _warning(clock: Clock, text: str) -> Notice:
+    return Notice(at=clock.now_ms(), level="warning", text=text)
+
+
+def fetch_charter_from(address: str, config: NodeConfig) -> Charter:
+    """Connect to `address`, fetch and check its swarm's charter, keep it at home. Raises AddressError,
     CharterError."""
+    peer_id_of(address)
+    config.policy.folder()
     home = Home(config.home).create()
-    load_or_create_key(home.key)
+    with hold(home.lock):
+        load_or_create_key(home.key)
 
-    async def fetch() -> Charter:
-        transport = await open_transport(home.key)
-        try:
-            return await fetch_charter(transport, await transport.connect(address))
-        finally:
-            await transport.close()
+        async def fetch() -> Charter:
+            transport = await open_transport(home.key)
+            try:
+                return await fetch_charter(transport, await transport.connect(address))
+            finally:
+                await transport.close()
 
-    write_atomically(home.charter, charter_bytes(asyncio.run(fetch())))
-    return home.charter
+        charter = asyncio.run(fetch())
+        write_atomically(home.charter, charter_bytes(charter))
+    return charter
 
 
 @contextlib.asynccontextmanager

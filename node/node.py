@@ -21,9 +21,11 @@
                         |
     BROADCAST  new weights -> engine, in place; unblocks ROLLOUT's admission
 
-Backpressure: ROLLOUT runs at most `max_staleness` versions ahead of TRAIN (`admission.py`); everything else
-is a bounded queue, pool or book. Losing the network is never fatal: SHARE waits, the rest goes on. A stage
-that raises ends the node with that error: peers' errors were caught and counted at their boundary.
+Backpressure: ROLLOUT runs at most `max_staleness` versions ahead of TRAIN (`admission.py`; a step that makes
+no version gives its groups' room back); everything else is a bounded queue, pool or book. An author whose
+bodies do not come rests, so that stalling peers do not stop SHARE.collect. Losing the network is never fatal:
+SHARE waits, the rest goes on. A stage that raises ends the node with that error: peers' errors were caught
+and counted at their boundary.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from node.clock import Clock
@@ -41,7 +43,7 @@ from node.events import Evaluated, EventBus, Health, NodeStarted, NodeStopped, N
 from node.paths import Home
 from node.rollout.admission import Admission
 from node.rollout.engine.base import Engine
-from node.rollout.environment import Environment
+from node.rollout.environment import Environment, Prompt
 from node.rollout.policy import Policy
 from node.rollout.prompts import PromptFeed, Universe, WindowLog
 from node.rollout.scoring import OwnScorer
@@ -56,20 +58,23 @@ from node.share.presence import Presence
 from node.share.publish import Publisher
 from node.state import ReplayGuard, SequenceSource
 from node.supervise import LoopLag, StageGauge, run_stages
-from node.train.checkpoint import save_checkpoint
-from node.train.evaluate import evaluate
+from node.train.checkpoint import prune, save_checkpoint
+from node.train.evaluate import EvaluationReport, evaluate
+from node.train.groups import OWN_SOURCE
 from node.train.settings import TrainSettings
 from node.train.stage import StagePlan, TrainStage
 from node.train.step import Trainer
 from node.transport.base import Transport
+from node.transport.limits import Refusals
 from node.verify.pipeline import Verifier
+from node.verify.schema import max_body_bytes
 from node.verify.stage import VerifyStage
 from node.verify.tokens import Decode
 from node.weight.answered import AnsweredPrompts
-from node.weight.staleness import StalenessLimits
-from node.weight.trust import Hardness, TrustBook, TrustSettings
+from node.weight.trust import Hardness, Standing, TrustBook, TrustSettings, save_standings
 from protocol.charter import swarm_id
 from protocol.constants import PROTOCOL_VERSION
+from protocol.errors import ModelError
 from protocol.identity import Identity
 from protocol.messages import Charter, Digest, Lineage, PeerId, PeerRecord, PromptRef, RolloutGroup, Sampling
 from protocol.prompts import window_of
@@ -78,7 +83,7 @@ __all__ = ["Node", "NodeParts"]
 
 SNAPSHOT_S = 0.5
 HEALTH_S = 1.0
-STOCK_STEPS = 3
+STOCK_STEPS = 2
 """Unused groups kept in the pool, in steps' worth of external groups: enough to choose, little to grow
 stale."""
 ACTIVE_WINDOWS = 3
@@ -106,6 +111,8 @@ class NodeParts:
     sequence: SequenceSource
     replay: ReplayGuard
     windows: WindowLog
+    standings: Sequence[Standing]
+    """What is remembered of peers' conduct."""
     clock: Clock
     compute: Compute
     bus: EventBus
@@ -131,17 +138,19 @@ class Node:
         self.finished = asyncio.Event()
         """Set once all steps are done and evaluated."""
         self._reason = "steps done"
-        self._refused: Counter[tuple[PeerId, str]] = Counter()
+        self._refused = Refusals()
         self._lag = LoopLag()
-        self._connected_at: int | None = None
-        self._run_dir = Home(config.home).run(config.run)
+        self._home = Home(config.home)
+        self._run_dir = self._home.run(config.run)
+        self._first_version = parts.trainer.policy_version
 
         rng = random.Random(config.seed)
         self._peers = PeerBook(self._lineage.tokenizer)
         self._trust = TrustBook(
             TrustSettings(
                 newcomer=config.weight.newcomer_trust, quarantine_windows=config.weight.quarantine_windows
-            )
+            ),
+            parts.standings,
         )
         self._answered = AnsweredPrompts()
         self._pool = ReplayPool(config.share.pool_groups, config.share.max_uses, rng)
@@ -152,20 +161,21 @@ class Node:
             config.rollout.max_staleness, config.train.local_groups, parts.trainer.policy_version
         )
         self._gauges = {
-            "rollout": StageGauge("rollout", self._clock, self._own.maxsize, self._own.qsize),
-            "verify": StageGauge("verify", self._clock, self._fetched.maxsize, self._fetched.qsize),
-            "share": StageGauge("share", self._clock, self._pool.capacity, lambda: len(self._pool)),
-            "weight": StageGauge("weight", self._clock),
-            "train": StageGauge("train", self._clock),
-            "broadcast": StageGauge("broadcast", self._clock),
+            gauge.stage: gauge
+            for gauge in (
+                StageGauge("rollout", self._clock, "the trainer", self._own.maxsize, self._own.qsize),
+                StageGauge(
+                    "verify", self._clock, "fetched bodies", self._fetched.maxsize, self._fetched.qsize
+                ),
+                StageGauge("share", self._clock, "offers", self._pool.capacity, lambda: len(self._pool)),
+                StageGauge("weight", self._clock, "a step"),
+                StageGauge("train", self._clock, "own groups"),
+                StageGauge("broadcast", self._clock, "a new version"),
+            )
         }
         self._universe = Universe(self._swarm_id, self._charter, parts.environments)
         self._own_scorer = OwnScorer(parts.environments, parts.sandbox)
-        self._held_out = [
-            prompt
-            for prompts in self._universe.held_out(config.evaluate.prompts_per_task).values()
-            for prompt in prompts
-        ]
+        self._held_out: list[Prompt] = []
         self._verifier = Verifier(
             self._charter,
             self._swarm_id,
@@ -186,6 +196,20 @@ class Node:
             self._wire_network(parts.transport, rng)
 
     # --- wiring -------------------------------------------------------------------------------------------
+
+    def _fitting_held_out(self) -> list[Prompt]:
+        """Held-out prompts that leave the policy room for an answer. Blocking: seconds. Raises ModelError
+        when none does."""
+        per_task = self.config.evaluate.prompts_per_task
+        policy, room = self._parts.policy, self._parts.policy.max_positions - self._charter.max_new_tokens
+        prompts = [prompt for listed in self._universe.held_out(per_task).values() for prompt in listed]
+        fitting = [prompt for prompt in prompts if len(policy.encode_prompt(prompt.text)) <= room]
+        if not fitting:
+            raise ModelError(
+                f"no prompt of this swarm leaves {policy.path} room for an answer within its "
+                f"{policy.max_positions} positions; choose another policy"
+            )
+        return fitting
 
     def _wire_network(self, transport: Transport, rng: random.Random) -> None:
         config, parts = self.config, self._parts
@@ -223,6 +247,7 @@ class Node:
             gauge=self._gauges["share"],
             parallel=config.share.fetch_parallel,
             timeout_s=config.share.fetch_timeout_s,
+            clock=self._clock,
             wanted=self._wanted,
             waiting_of=self._pool.unused,
             answered=self._is_answered,
@@ -257,6 +282,7 @@ class Node:
             gauge=self._gauges["rollout"],
             out=self._own,
             publish=self._publish,
+            max_body_bytes=max_body_bytes(self._charter),
         )
 
     def _verify(self) -> VerifyStage:
@@ -294,14 +320,11 @@ class Node:
             peers=self._peers,
             trust=self._trust,
             answered=self._answered,
-            limits=StalenessLimits(
-                max_staleness=self.config.rollout.max_staleness,
-                max_policy_lag=self._charter.rules.max_policy_lag,
-                max_age_windows=self._charter.rules.max_age_windows,
-            ),
+            rules=self._charter.rules,
             window=self._window,
             peers_active=self._peers_active,
             drawn=self._nudge,
+            discarded=self._admission.discarded,
             broadcast=self._broadcast,
             evaluate=self._evaluate,
             save=self._save,
@@ -320,6 +343,8 @@ class Node:
         began_s = self._clock.monotonic_s()
         transport = self._parts.transport
         self._bus.emit(self._started(transport))
+        if self._first_version:
+            self._notice("info", f"goes on from the checkpoint of version {self._first_version}")
         stages = {
             "rollout": self._rollout().run(),
             "train": self._train().run(),
@@ -350,7 +375,7 @@ class Node:
                 NodeStopped(
                     at=self._clock.now_ms(),
                     reason=self._reason,
-                    steps=self._parts.trainer.policy_version,
+                    steps=self._parts.trainer.policy_version - self._first_version,
                     wall_s=wall_s,
                 )
             )
@@ -374,22 +399,13 @@ class Node:
             self._collector.nudge()
 
     async def _broadcast(self, policy_version: int) -> None:
-        with self._gauges["broadcast"].waiting("the engine"):
+        with self._gauges["broadcast"].working():
             trainer, engine = self._parts.trainer, self._parts.engine
             await self._compute.run("train", lambda: engine.update(trainer.state_dict(), policy_version))
         self._admission.stepped(policy_version)
 
     async def _evaluate(self, moment: str) -> None:
-        parts = self._parts
-        report = await self._compute.run(
-            "evaluate",
-            evaluate,
-            parts.engine,
-            parts.policy,
-            self._held_out,
-            self._own_scorer.reward,
-            max_new_tokens=self._charter.max_new_tokens,
-        )
+        report = await self._compute.run("evaluate", self._measure)
         self._bus.emit(
             Evaluated(
                 at=self._clock.now_ms(),
@@ -404,42 +420,68 @@ class Node:
             )
         )
 
+    def _measure(self) -> EvaluationReport:
+        """Blocking. The first time it derives the prompts, which would hold up the loop."""
+        self._held_out = self._held_out or self._fitting_held_out()
+        return evaluate(
+            self._parts.engine,
+            self._parts.policy,
+            self._held_out,
+            self._own_scorer.reward,
+            max_new_tokens=self._charter.max_new_tokens,
+        )
+
     async def _save(self) -> None:
-        trainer = self._parts.trainer
-        folder = self._run_dir.checkpoints / f"v{trainer.policy_version}"
-        await self._compute.run("train", save_checkpoint, trainer, folder)
+        """Checkpoint and trust to disk. A full disk costs this checkpoint, not the run."""
+        standings = self._trust.standings()
+        try:
+            await self._compute.run("train", self._write, standings)
+        except OSError as error:
+            version = self._parts.trainer.policy_version
+            self._notice("warning", f"version {version} was not saved: {error}; make room on the disk")
+
+    def _write(self, standings: Sequence[Standing]) -> None:
+        trainer, folder = self._parts.trainer, self._run_dir.checkpoints
+        save_checkpoint(trainer, folder / f"v{trainer.policy_version}")
+        prune(folder, trainer.policy.base_model, self.config.train.keep_checkpoints)
+        save_standings(self._home.state / "trust.json", self._swarm_id, standings)
 
     def _wanted(self) -> int:
         """Groups the pool has need of."""
         return STOCK_STEPS * self.config.train.external_groups - self._pool.unused()
 
     def _is_answered(self, prompt: PromptRef) -> bool:
-        return bool(self._answered.of(prompt.index))
+        return OWN_SOURCE in self._answered.of(prompt.index)
 
     def _worth_keeping(self, heard: Heard) -> bool:
         """Counts an announcement; False when what it says already refuses it, or its author is in
         quarantine."""
-        self._peers.announced(heard.sender, heard.announcement, self._clock.now_ms())
+        if self._presence is not None:
+            self._presence.seek(heard.sender)
         verdict = self._verifier.observe(heard.sender, heard.announcement, heard.arrived_at)
         if verdict.reason:
             self._peers.rejected(heard.sender, verdict.reason)
             if verdict.blames_author:
                 self._trust.record(heard.sender, Hardness.HARD, self._window())
             return False
+        self._peers.announced(heard.sender, heard.announcement, self._clock.now_ms())
         return self._settled() and not self._trust.quarantined(heard.sender, self._window())
 
     def _settled(self) -> bool:
-        now_ms = self._clock.now_ms()
-        if self._connected_at is None and self._presence is not None and self._presence.connected:
-            self._connected_at = now_ms
-        return self._connected_at is not None and now_ms - self._connected_at >= SETTLE_MS
+        connected_at = self._presence.first_connected_at if self._presence is not None else None
+        return connected_at is not None and self._clock.now_ms() - connected_at >= SETTLE_MS
 
     def _nudge(self) -> None:
         if self._collector is not None:
             self._collector.nudge()
 
     def _peers_active(self) -> bool:
-        return self._peers.active_since(self._clock.now_ms() - ACTIVE_WINDOWS * self._charter.window_ms)
+        """Whether it makes sense to wait for peers' groups; those in quarantine have none that we want."""
+        window = self._window()
+        return self._peers.active_since(
+            self._clock.now_ms() - ACTIVE_WINDOWS * self._charter.window_ms,
+            ignored=lambda peer_id: self._trust.quarantined(peer_id, window),
+        )
 
     def _window(self) -> float:
         """Swarm time in windows, with the fraction of the current one."""
@@ -457,7 +499,7 @@ class Node:
         )
 
     def _refuse(self, peer_id: PeerId, reason: str) -> None:
-        self._refused[peer_id, reason] += 1
+        self._refused.add(peer_id, reason)
         self._peers.rejected(peer_id, reason)
 
     def _notice(self, level: str, text: str) -> None:
@@ -505,7 +547,7 @@ class Node:
             self._bus.emit(self._health_now())
 
     def _health_now(self) -> Health:
-        refused = Counter(self._refused)
+        refused = Counter(self._refused.counters())
         sources: list[Callable[[], dict[tuple[PeerId, str], int]]] = []
         if self._parts.transport is not None:
             sources.append(self._parts.transport.counters)
@@ -525,4 +567,5 @@ class Node:
             refused=dict(sorted(by_reason.items())),
             announced=self._publisher.announced if self._publisher is not None else 0,
             bodies_fetched=self._collector.bodies_fetched if self._collector is not None else 0,
+            checks=self._verifier.counts(),
         )

@@ -2,10 +2,11 @@
 
 `SWARM_HOME` (else the platform's data directory) holds what outlives a run; a run directory holds one run:
 
-    <home>/identity.key  charter.toml  state/          key (0600), the charter, sequence numbers, replay cache
-    <home>/run/<name>.sock                             event stream of the running node (0600 in a 0700
-    folder) <home>/runs/<run>/   config.json metrics.jsonl     resolved config, every event as a JSON line
-                         logs/node.log checkpoints/v<version>/
+    <home>/identity.key charter.bin state/   key (0600), signed charter; sequence, window, replay cache, trust
+    <home>/run/<name>.sock                   event stream of the running node (0600 in a 0700 folder)
+    <home>/runs/<run>/config.json            resolved configuration
+                      metrics.jsonl          every event as a JSON line
+                      logs/node.log checkpoints/v<version>/
 
 Files are written to a temporary name, synced and renamed (`node.state.write_atomically`).
 """
@@ -65,8 +66,8 @@ class RunDir:
         return self.root / "checkpoints"
 
     def create(self) -> RunDir:
-        """Make the folders; returns self."""
-        self.log.parent.mkdir(parents=True, exist_ok=True)
+        """Make the folders; returns self. Raises ConfigError where nothing can be written."""
+        _make(self.log.parent, 0o777)
         return self
 
 
@@ -85,6 +86,10 @@ class Home:
         return self.root / "charter.bin"
 
     @property
+    def lock(self) -> Path:
+        return self.root / "lock"
+
+    @property
     def state(self) -> Path:
         return self.root / "state"
 
@@ -97,7 +102,8 @@ class Home:
         path = self.sockets / f"{name}.sock"
         if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
             raise ConfigError(
-                f"socket path {path} is too long for a Unix socket; choose a shorter SWARM_HOME"
+                f"socket path {path} is too long for a Unix socket; choose a shorter SWARM_HOME "
+                "(or --home; in the demo TMPDIR or --keep)"
             )
         return path
 
@@ -105,7 +111,18 @@ class Home:
         return RunDir(self.root / "runs" / run)
 
     def create(self) -> Home:
-        """Make the folders, closed to others; returns self."""
+        """Make the folders, closed to others; returns self. Raises ConfigError where nothing can be
+        written."""
         for folder in (self.root, self.state, self.sockets):
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            _make(folder, 0o700)
         return self
+
+
+def _make(folder: Path, mode: int) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=mode)
+    except OSError as error:
+        problem = "a file is in its place" if folder.exists() else error.strerror
+        raise ConfigError(
+            f"cannot make the folder {folder}: {problem}; choose another with --home or SWARM_HOME"
+        ) from None

@@ -216,8 +216,9 @@ class ReplayStore:
             )
         self._written += 1
         if self._written >= self._journal_records:
-            self._journal.close()
-            self._journal = self._fold()
+            full = self._journal
+            self._journal = self._fold()  # when the disk refuses, the old one goes on
+            full.close()
 
     def close(self) -> None:
         """Fold the journal and release it. Idempotent."""

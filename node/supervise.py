@@ -1,10 +1,10 @@
 """What keeps a node honest about itself: named waits, the stage strip, event-loop lag, and one way to run
 stages.
 
-Every wait of a stage goes through `StageGauge.waiting`, so `swarm status` can say what a stage waits for and
-since when. `run_stages` runs all loops; when one ends with an error the others are cancelled and the error is
-raised: an error inside is our bug and must not hide (peers' errors never get here, their boundary caught
-them).
+A stage works inside `StageGauge.working` and waits, by name, inside `StageGauge.waiting` or for its next
+work, so `swarm status` can say what a stage waits for and since when. `run_stages` runs all loops; when one
+ends with an error the others are cancelled and the error is raised: an error inside is our bug and must not
+hide (peers' errors never get here, their boundary caught them).
 """
 
 from __future__ import annotations
@@ -18,39 +18,69 @@ from typing import Any
 from node.clock import Clock
 from node.events import StageStatus
 
-__all__ = ["LoopLag", "StageGauge", "run_stages"]
+__all__ = ["LoopLag", "StageGauge", "run_stages", "sole_cause"]
 
 
 class StageGauge:
-    """What one stage is doing: queue depth and the wait it is in."""
+    """What one stage is doing: its queue's depth, and whether it works or what it waits for.
+
+    A stage works while one of its loops is inside `working`. Else it waits: for what the wait that began
+    last is named after, or for `idle`, its next work. The blocks are not nested. Names are shown in narrow
+    columns: a few short words.
+    """
 
     def __init__(
-        self, stage: str, clock: Clock, capacity: int = 0, depth: Callable[[], int] | None = None
+        self,
+        stage: str,
+        clock: Clock,
+        idle: str,
+        capacity: int = 0,
+        depth: Callable[[], int] | None = None,
     ) -> None:
         self.stage = stage
         self._clock = clock
+        self._idle = idle
         self._capacity = capacity
         self._depth = depth or (lambda: 0)
-        self._waiting_for = ""
-        self._since_s = 0.0
+        self._busy = 0
+        self._waits: dict[object, tuple[str, float]] = {}
+        self._idle_since_s: float | None = None
 
     @contextlib.contextmanager
-    def waiting(self, name: str) -> Iterator[None]:
-        """Mark the stage as waiting for `name` for the time of the block."""
-        self._waiting_for, self._since_s = name, self._clock.monotonic_s()
+    def working(self) -> Iterator[None]:
+        """Mark one loop of the stage as working for the time of the block."""
+        self._busy += 1
         try:
             yield
         finally:
-            self._waiting_for = ""
+            self._busy -= 1
+            self._idle_since_s = self._clock.monotonic_s()
+
+    @contextlib.contextmanager
+    def waiting(self, name: str) -> Iterator[None]:
+        """Mark one loop of the stage as waiting for `name` for the time of the block."""
+        wait = object()
+        self._waits[wait] = (name, self._clock.monotonic_s())
+        try:
+            yield
+        finally:
+            del self._waits[wait]
+            self._idle_since_s = self._clock.monotonic_s()
 
     def status(self) -> StageStatus:
         """Snapshot for the stage strip."""
-        waited_s = self._clock.monotonic_s() - self._since_s if self._waiting_for else 0.0
+        waiting_for, waited_s = "", 0.0
+        if not self._busy:
+            now_s = self._clock.monotonic_s()
+            if self._idle_since_s is None:
+                self._idle_since_s = now_s  # not in __init__: virtual time needs its running loop
+            waiting_for, since_s = next(reversed(self._waits.values()), (self._idle, self._idle_since_s))
+            waited_s = now_s - since_s
         return StageStatus(
             stage=self.stage,
             queued=self._depth(),
             capacity=self._capacity,
-            waiting_for=self._waiting_for,
+            waiting_for=waiting_for,
             waiting_s=round(waited_s, 3),
         )
 
@@ -82,7 +112,8 @@ async def run_stages(stages: Mapping[str, Coroutine[Any, Any, None]], *, until: 
     """Run all `stages` until `until` is set or one of them raises; cancels and awaits them all before it
     returns.
 
-    A stage that returns has finished its work; the others go on.
+    A stage that returns has finished its work; the others go on. One error of a stage's task group is raised
+    as itself.
     """
     tasks = {asyncio.create_task(work, name=name) for name, work in stages.items()}
     stop = asyncio.create_task(until.wait(), name="stop")
@@ -92,7 +123,17 @@ async def run_stages(stages: Mapping[str, Coroutine[Any, Any, None]], *, until: 
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
+    except BaseExceptionGroup as group:
+        raise sole_cause(group) from None
     finally:
         for task in tasks | {stop}:
             task.cancel()
         await asyncio.gather(*tasks, stop, return_exceptions=True)
+
+
+def sole_cause(error: BaseException) -> BaseException:
+    """What a group of one error holds, however deep; else `error`. A task group wraps even a single error,
+    and who reads the reason wants to see that one."""
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error

@@ -12,13 +12,14 @@ from __future__ import annotations
 import difflib
 import json
 import tomllib
+from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
 
 from protocol.codec import decode, digest, encode, framed, shown
-from protocol.constants import MAX_FRAME_BYTES, PROTOCOL_VERSION
+from protocol.constants import MAX_BLOB_BYTES, MAX_FRAME_BYTES, MAX_TTL_MS, PROTOCOL_VERSION
 from protocol.errors import CharterError, LocalProtocolError, RemoteProtocolError
 from protocol.identity import Identity, public_key, verify
 from protocol.messages import Charter, Digest, EnvironmentSpec, PeerId, TokenizerSpec, VerificationRules
@@ -40,6 +41,10 @@ MAX_CHARTER_BYTES = MAX_FRAME_BYTES
 
 _MADE_BY_FOUNDING = frozenset({"protocol_version", "founder", "created_at", "signature"})
 _MAX_CONFIG_DEPTH = 16
+_ARRAY_BYTES_PER_TOKEN = 12
+"""Token id, log-probability and version, four bytes each."""
+_TEXT_BYTES_PER_TOKEN = 16
+"""Room for the texts of a group: about four times what tokenizers give on average."""
 
 
 def parse_toml(text: str) -> dict[str, Any]:
@@ -110,8 +115,7 @@ def verify_charter(charter: Charter) -> None:
             f"swarm {charter.name!r} speaks protocol version {charter.protocol_version}, this program "
             f"{PROTOCOL_VERSION}: {'update this program' if newer else 'ask its founder to found it again'}"
         )
-    _check_consistency(charter)
-    try:
+    try:  # the signature first: consistency takes longer, and is owed to nobody who has not signed
         signed = _signed_bytes(charter)
     except LocalProtocolError as error:
         raise CharterError(f"the charter is not valid: {error}") from None
@@ -119,6 +123,7 @@ def verify_charter(charter: Charter) -> None:
         raise CharterError(
             f"the signature of charter {charter.name!r} is not by its founder {charter.founder}"
         )
+    _check_consistency(charter)
 
 
 def is_member(charter: Charter, peer_id: PeerId) -> bool:
@@ -192,6 +197,21 @@ def _check_consistency(charter: Charter) -> None:
             f"slots_per_window {charter.slots_per_window} is above pool_size {charter.pool_size}: a node's "
             "slots are taken from the pool; raise pool_size or lower slots_per_window"
         )
+    ttl_ms = (charter.rules.max_age_windows + 1) * charter.window_ms
+    if ttl_ms > MAX_TTL_MS:
+        raise CharterError(
+            f"max_age_windows {charter.rules.max_age_windows} and window_ms {charter.window_ms} let an "
+            f"announcement live for {ttl_ms} ms, and no envelope may live longer than {MAX_TTL_MS}; lower "
+            "one of them"
+        )
+    body_bytes = (
+        charter.group_size * charter.max_new_tokens * (_ARRAY_BYTES_PER_TOKEN + _TEXT_BYTES_PER_TOKEN)
+    )
+    if body_bytes > MAX_BLOB_BYTES:
+        raise CharterError(
+            f"group_size {charter.group_size} and max_new_tokens {charter.max_new_tokens} make groups of up "
+            f"to {body_bytes} bytes, and no body may have more than {MAX_BLOB_BYTES}; lower one of them"
+        )
     _refuse_repeated([spec.name for spec in charter.environments], "environment name")
     _refuse_repeated([spec.name for spec in charter.tokenizers], "tokenizer name")
     _refuse_repeated([spec.digest for spec in charter.tokenizers], "tokenizer digest")
@@ -211,9 +231,9 @@ def _check_consistency(charter: Charter) -> None:
 
 
 def _refuse_repeated(values: Collection[str], what: str) -> None:
-    if len(set(values)) != len(values):
-        twice = next(value for value in values if list(values).count(value) > 1)
-        raise CharterError(f"the {what} {twice!r} stands in the charter twice")
+    for value, count in Counter(values).items():
+        if count > 1:
+            raise CharterError(f"the {what} {value!r} stands in the charter twice")
 
 
 def _is_canonical_object(text: str) -> bool:

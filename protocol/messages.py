@@ -31,7 +31,7 @@ __all__ = [
     "Hello",
     "HelloReply",
     "Lineage",
-    "LineageHead",
+    "Millis",
     "Name",
     "PeerId",
     "PeerRecord",
@@ -43,6 +43,7 @@ __all__ = [
     "RolloutGroup",
     "Sampling",
     "TokenizerSpec",
+    "Uint",
     "VerificationRules",
 ]
 
@@ -214,13 +215,6 @@ class PeerRecord(Record, frozen=True):
     protocol_version: Annotated[int, Meta(ge=0, le=2**31)]
     addresses: Annotated[tuple[Annotated[str, Meta(max_length=256)], ...], Meta(max_length=16)]
     lineage: Lineage | None
-
-
-class LineageHead(Record, frozen=True):
-    """Newest published version of a lineage, in the DHT under its owner."""
-
-    lineage: Lineage
-    policy_version: Uint
 
 
 class BlobRequest(Record, frozen=True):

@@ -16,20 +16,15 @@ from protocol.constants import MAX_DHT_RECORD_BYTES
 from protocol.envelope import open_envelope, seal
 from protocol.errors import FreshnessError, SignatureError
 from protocol.identity import Identity
-from protocol.messages import Digest, LineageHead, PeerRecord
-from protocol.topics import RecordKind, head_key, parse_key, peer_key
+from protocol.messages import Digest, PeerRecord
+from protocol.topics import parse_key, peer_key
 
 __all__ = ["open_record", "record_validator", "seal_record"]
-
-_TYPES: dict[RecordKind, type[PeerRecord] | type[LineageHead]] = {
-    RecordKind.PEER: PeerRecord,
-    RecordKind.HEAD: LineageHead,
-}
 
 
 def seal_record(
     identity: Identity,
-    record: PeerRecord | LineageHead,
+    record: PeerRecord,
     *,
     swarm_id: Digest,
     sequence: int,
@@ -37,8 +32,7 @@ def seal_record(
     ttl_ms: int,
 ) -> tuple[str, bytes]:
     """Key and value to store: the DHT must drop it at `now_ms + ttl_ms`."""
-    key_of = peer_key if isinstance(record, PeerRecord) else head_key
-    key = key_of(swarm_id, identity.peer_id)
+    key = peer_key(swarm_id, identity.peer_id)
     value = seal(
         identity,
         swarm_id=swarm_id,
@@ -52,7 +46,7 @@ def seal_record(
     return key, value
 
 
-def open_record(key: str, value: bytes, *, swarm_id: Digest, now_ms: int) -> PeerRecord | LineageHead:
+def open_record(key: str, value: bytes, *, swarm_id: Digest, now_ms: int) -> PeerRecord:
     """The record under `key`, whose owner has signed it. Raises a `RemoteProtocolError` when anything does
     not fit."""
     record, _ = _open(key, value, swarm_id, now_ms)
@@ -72,7 +66,7 @@ def record_validator(swarm_id: Digest, now_ms: Callable[[], int]) -> Callable[[s
     return validate
 
 
-def _open(key: str, value: bytes, swarm_id: Digest, now_ms: int) -> tuple[PeerRecord | LineageHead, int]:
+def _open(key: str, value: bytes, swarm_id: Digest, now_ms: int) -> tuple[PeerRecord, int]:
     parsed = parse_key(key)
     envelope = open_envelope(
         value, swarm_id=swarm_id, topic=key, now_ms=now_ms, max_bytes=MAX_DHT_RECORD_BYTES
@@ -81,10 +75,4 @@ def _open(key: str, value: bytes, swarm_id: Digest, now_ms: int) -> tuple[PeerRe
         raise SignatureError(f"the key is of swarm {parsed.swarm_id}, not {swarm_id}", reason="swarm")
     if envelope.sender != parsed.owner:
         raise SignatureError(f"{envelope.sender} signed a record that {parsed.owner} owns", reason="owner")
-    record = decode(envelope.payload, _TYPES[parsed.kind], max_bytes=MAX_DHT_RECORD_BYTES)
-    lineage = record.lineage
-    if lineage is not None and lineage.owner != parsed.owner and parsed.kind is RecordKind.HEAD:
-        raise SignatureError(
-            f"{parsed.owner} published the head of a lineage of {lineage.owner}", reason="owner"
-        )
-    return record, envelope.expires_at
+    return decode(envelope.payload, PeerRecord, max_bytes=MAX_DHT_RECORD_BYTES), envelope.expires_at

@@ -23,7 +23,6 @@ __all__ = [
     "RecordKey",
     "RecordKind",
     "announcement_topic",
-    "head_key",
     "parse_key",
     "peer_key",
 ]
@@ -34,7 +33,8 @@ BLOB_PROTOCOL = f"/{_NAME}/{PROTOCOL_VERSION}/blob"
 CHARTER_PROTOCOL = f"/{_NAME}/{PROTOCOL_VERSION}/charter"
 """The swarm's charter, for whoever wants to join: one frame."""
 HELLO_PROTOCOL = f"/{_NAME}/hello"
-"""Handshake: Hello, HelloReply. The one name without a version, so that two versions can tell each other."""
+"""Handshake: preambles (`protocol/preamble.py`), then Hello, HelloReply. The one name without a version, so
+that two versions can tell each other."""
 RECONCILE_PROTOCOL = f"/{_NAME}/{PROTOCOL_VERSION}/reconcile"
 """Repair of lossy gossip: ReconcileRequest, ReconcileReply, envelopes."""
 
@@ -45,7 +45,6 @@ class RecordKind(StrEnum):
     """What lies under a DHT key."""
 
     PEER = "peer"
-    HEAD = "head"
 
 
 class RecordKey(Record, frozen=True):
@@ -67,11 +66,6 @@ def announcement_topic(swarm_id: Digest) -> str:
 def peer_key(swarm_id: Digest, owner: PeerId) -> str:
     """DHT key of a node's PeerRecord."""
     return str(RecordKey(RecordKind.PEER, swarm_id, owner))
-
-
-def head_key(swarm_id: Digest, owner: PeerId) -> str:
-    """DHT key of the LineageHead of the lineage that `owner` trains."""
-    return str(RecordKey(RecordKind.HEAD, swarm_id, owner))
 
 
 def parse_key(key: str) -> RecordKey:

@@ -1,8 +1,8 @@
 """The `swarm` command: names every verb and turns errors into one sentence and an exit code.
 
-Heavy imports sit inside the functions that need them, so `swarm --help` starts without torch. Data goes to
-stdout, talk to stderr. Exit codes: 0 done, 1 failed, 2 wrong input (config, key, path, address, charter), 130
-interrupted.
+Heavy imports sit inside the functions that need them, so `swarm --help` starts without torch, pydantic or the
+screen. Data goes to stdout, talk to stderr. Exit codes: 0 done, 1 failed, 2 wrong input (config, key, path,
+address, charter), 130 interrupted.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from protocol.errors import SwarmError
 from swarm_cli.commands import config, demo, doctor, join, key, model, monitor, run, status
 
 __all__ = ["app", "main"]
+
+INTERRUPTED = 130
 
 app = typer.Typer(
     name="swarm",
@@ -38,10 +40,21 @@ app.add_typer(model.app, name="model", help="Policies.")
 def main() -> None:
     """Entry point. Returns through `sys.exit`."""
     try:
-        app()
+        app(prog_name="swarm")
     except SwarmError as error:
-        sys.stderr.write(f"swarm: {error}\n")
+        from node.events import inert
+
+        # One line, whatever the network's daemon wrote, and harmless, whatever a peer wrote.
+        sys.stderr.write(f"swarm: {inert(' '.join(str(error).split()))}\n")
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
-        sys.stderr.write("swarm: interrupted\n")
-        sys.exit(130)
+        _leave_interrupted()
+    except SystemExit as end:  # typer makes one of a KeyboardInterrupt, without a word
+        if end.code == INTERRUPTED:
+            _leave_interrupted()
+        raise
+
+
+def _leave_interrupted() -> None:
+    sys.stderr.write("swarm: interrupted\n")
+    sys.exit(INTERRUPTED)

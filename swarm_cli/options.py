@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from node.config import NodeConfig, load_config
 from protocol.errors import ConfigError
 
-__all__ = ["ConfigFiles", "HomeOption", "JsonOption", "Settings", "resolve"]
+if TYPE_CHECKING:
+    from node.config import NodeConfig
+
+__all__ = ["ConfigFiles", "HomeOption", "JsonOption", "Settings", "parse_settings", "resolve"]
 
 ConfigFiles = Annotated[
     list[Path] | None,
@@ -29,16 +31,24 @@ HomeOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 
 
-def resolve(
-    files: list[Path] | None, settings: list[str] | None, home: Path | None = None, **flags: Any
-) -> NodeConfig:
-    """The configuration from `--config`, `--set` and flags given as dotted keys (`train__steps=3`)."""
-    overrides: dict[str, Any] = {}
+def parse_settings(settings: list[str] | None) -> dict[str, str]:
+    """The `--set key=value` options by dotted key. Raises ConfigError."""
+    values: dict[str, str] = {}
     for setting in settings or []:
         key, equals, value = setting.partition("=")
         if not equals:
             raise ConfigError(f"--set {setting!r} is not of the form key=value")
-        overrides[key.strip()] = value
+        values[key.strip()] = value
+    return values
+
+
+def resolve(
+    files: list[Path] | None, settings: list[str] | None, home: Path | None = None, **flags: Any
+) -> NodeConfig:
+    """The configuration from `--config`, `--set` and flags given as dotted keys (`train__steps=3`)."""
+    from node.config import load_config
+
+    overrides: dict[str, Any] = dict(parse_settings(settings))
     if home is not None:
         overrides["home"] = home
     overrides.update({key.replace("__", "."): value for key, value in flags.items() if value is not None})

@@ -1,8 +1,9 @@
 """How far generation may run ahead of training: AReaL's admission rule (algorithms B1, EXACT).
 
 A group may start while `accepted + running < (policy_version + max_staleness + 1) * groups_per_step`. Groups
-that were dropped count no more, else dropping stalls generation; after a resume `accepted` is `policy_version
-* groups_per_step`. With `max_staleness = 0` generation and training take turns.
+that were dropped, or used up by a step that made no version, count no more, else generation stalls; after a
+resume `accepted` is `policy_version * groups_per_step`. With `max_staleness = 0` generation and training take
+turns.
 """
 
 from __future__ import annotations
@@ -43,6 +44,11 @@ class Admission:
         """Of the running groups, `accepted` go to training and `dropped` do not."""
         self._running -= accepted + dropped
         self._accepted += accepted
+        self._changed.set()
+
+    def discarded(self, groups: int) -> None:
+        """Of the accepted groups, `groups` were used up without making a version (a skipped step)."""
+        self._accepted -= groups
         self._changed.set()
 
     def stepped(self, policy_version: int) -> None:

@@ -26,9 +26,13 @@ from node.rollout.scoring import OwnScorer
 from node.sandbox.scorer import ScoreFailure
 from node.supervise import StageGauge
 from protocol.codec import digest, encode
-from protocol.messages import FinishReason, Lineage, PeerId, Rollout, RolloutGroup, Sampling
+from protocol.errors import LocalProtocolError
+from protocol.messages import Digest, FinishReason, Lineage, PeerId, Rollout, RolloutGroup, Sampling
 
 __all__ = ["OwnGroup", "RolloutWorker", "completions_of", "make_group", "request_seed"]
+
+MAX_TOLD = 8
+"""Notices about dropped own groups in one run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +108,7 @@ class RolloutWorker:
         gauge: StageGauge,
         out: asyncio.Queue[OwnGroup],
         publish: Callable[[RolloutGroup], Awaitable[None]],
+        max_body_bytes: int,
     ) -> None:
         self._author = author
         self._lineage = lineage
@@ -122,26 +127,31 @@ class RolloutWorker:
         self._gauge = gauge
         self._out = out
         self._publish = publish
+        self._max_body_bytes = max_body_bytes
+        self._told: set[tuple[str, str]] = set()
 
     async def run(self) -> None:
         """Generate until cancelled."""
         while True:
-            with self._gauge.waiting("the trainer (staleness bound)"):
+            with self._gauge.waiting("the trainer"):
                 room = await self._admission.wait()
             with self._gauge.waiting("the next window"):
                 assigned = [await self._feed.next() for _ in range(min(room, self._groups_per_batch))]
             self._admission.started(len(assigned))
-            for own in await self.generate(assigned):
+            with self._gauge.working():
+                made = await self.generate(assigned)
+            for own in made:
                 if own is None:
                     self._admission.finished(accepted=0, dropped=1)
                     continue
-                with self._gauge.waiting("room in the own queue"):
+                with self._gauge.waiting("room in queue"):
                     await self._out.put(own)
                 self._admission.finished(accepted=1)
-                await self._publish(own.group)
+                with self._gauge.waiting("the network"):
+                    await self._publish(own.group)
 
     async def generate(self, assigned: Sequence[AssignedPrompt]) -> list[OwnGroup | None]:
-        """Generate and score one batch; None where scoring failed."""
+        """Generate and score one batch; None where the prompt does not fit the policy or scoring failed."""
         version = self._engine.policy_version
         requests = [
             GenerationRequest(
@@ -152,10 +162,36 @@ class RolloutWorker:
             )
             for a in assigned
         ]
+        fitting = [place for place, request in enumerate(requests) if self._fits(request, assigned[place])]
         began_s = self._clock.monotonic_s()
-        batches = await self._compute.run("generate", self._engine.generate, requests)
+        batches = await self._compute.run(
+            "generate", self._engine.generate, [requests[place] for place in fitting]
+        )
         each_s = (self._clock.monotonic_s() - began_s) / len(assigned)
-        return [await self._score(a, rollouts, each_s) for a, rollouts in zip(assigned, batches, strict=True)]
+        made: list[OwnGroup | None] = [None] * len(assigned)
+        for place, rollouts in zip(fitting, batches, strict=True):
+            made[place] = await self._score(assigned[place], rollouts, each_s)
+        return made
+
+    def _fits(self, request: GenerationRequest, assigned: AssignedPrompt) -> bool:
+        """Whether prompt and answer have room; one long prompt of a task must not end the node."""
+        tokens = len(request.prompt_ids) + request.sampling.max_new_tokens
+        if tokens <= self._policy.max_positions:
+            return True
+        self._tell_dropped(
+            assigned,
+            f"prompt and answer may take {tokens} of the policy's {self._policy.max_positions} tokens",
+        )
+        return False
+
+    def _tell_dropped(self, assigned: AssignedPrompt, why: str) -> None:
+        """Once per task and reason, until MAX_TOLD."""
+        name = assigned.prompt.environment
+        kind = (name, why)
+        if kind not in self._told and len(self._told) < MAX_TOLD:
+            self._told.add(kind)
+            text = f"an own group on {name} was dropped: {why}"
+            self._bus.emit(Notice(at=self._clock.now_ms(), level="warning", text=text))
 
     async def _score(
         self, assigned: AssignedPrompt, rollouts: Sequence[Rollout], generate_s: float
@@ -164,32 +200,38 @@ class RolloutWorker:
             "score", self._scorer.rewards, assigned.prompt, completions_of(rollouts)
         )
         if isinstance(rewards, ScoreFailure):
-            name = assigned.prompt.environment
-            text = f"an own group on {name} could not be scored ({rewards.reason}); dropped"
-            self._bus.emit(Notice(at=self._clock.now_ms(), level="warning", text=text))
+            self._tell_dropped(assigned, f"it could not be scored ({rewards.reason})")
             return None
         group = make_group(
             self._author, self._lineage, self._engine, assigned, self._sampling, rollouts, rewards
         )
-        self._bus.emit(judged(group, rewards, at=self._clock.now_ms()))
+        try:
+            body = encode(group)
+        except LocalProtocolError as error:
+            self._tell_dropped(assigned, str(error))
+            return None
+        if len(body) > self._max_body_bytes:
+            self._tell_dropped(assigned, f"its body is larger than the {self._max_body_bytes} bytes allowed")
+            return None
+        self._bus.emit(judged(group, digest(body), at=self._clock.now_ms()))
         return OwnGroup(group=group, rewards=rewards, generate_s=generate_s)
 
 
-def judged(group: RolloutGroup, rewards: Sequence[float], *, at: int) -> GroupJudged:
-    """The event of an own group."""
+def judged(group: RolloutGroup, body: Digest, *, at: int) -> GroupJudged:
+    """The event of an own group with this body."""
     return GroupJudged(
         at=at,
         author=group.author,
         own=True,
         accepted=True,
         reason="",
-        group=digest(encode(group))[:12],
+        group=body[:12],
         environment=group.environment,
         window=group.prompt.window,
         slot=group.prompt.slot,
         policy_version=group.policy_version,
         question=inert(group.question),
         completions=tuple(inert(rollout.text, 500) for rollout in group.rollouts),
-        rewards=tuple(rewards),
+        rewards=tuple(rollout.reward for rollout in group.rollouts),
         checks=(),
     )

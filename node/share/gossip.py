@@ -1,6 +1,6 @@
 """Announcements that reach everybody: gossip as a hint, reconciliation as the repair.
 
-    announce --> seal --> store + publish
+    announce --> seal --> store + outbox --> publish
 
     gossip ----+--> size, membership, envelope, schema, replay --> store --> heard() --> share.collect
     neighbours-+                                                    |
@@ -8,8 +8,9 @@
 
 GossipSub keeps 110 of 2,000 messages for a stalled reader and nothing for a late joiner. So every node holds
 the unexpired envelopes, and on connecting and every 10 s sends a neighbour the short digests of what it
-holds; the neighbour answers with what is missing. An envelope counts once, however many peers relay it. Not
-for bodies (`share/collect.py`) and not for what an announcement claims (`node/verify`).
+holds; the neighbour answers with what is missing. An envelope counts once, however many peers relay it, also
+over a restart: then it is held again for others, and not heard again. Not for bodies (`share/collect.py`) and
+not for what an announcement claims (`node/verify`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import asyncio
 import functools
 import logging
 import random
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
@@ -36,6 +37,7 @@ from protocol.errors import (
     FreshnessError,
     LimitError,
     RemoteProtocolError,
+    ReplayError,
     SignatureError,
     TransportError,
 )
@@ -68,6 +70,8 @@ class GossipLimits:
     author_bytes: int = 4 * 1024 * 1024
     refused_count: int = 8192
     """Digests of refused envelopes that are remembered, so that neighbours do not send them again."""
+    outbox_count: int = 256
+    """Own envelopes that wait for a slow or dead network; the oldest is left to reconciliation."""
     reconcile_interval_s: float = 10.0
     reconcile_neighbours: int = 8
     """Neighbours asked in one interval, drawn at random; new connections are asked at once besides."""
@@ -129,19 +133,23 @@ class Gossip:
             newcomer_burst=256,
         )
         self._arrived = asyncio.Event()
+        self._outbox: deque[bytes] = deque(maxlen=self._limits.outbox_count)
+        self._sendable = asyncio.Event()
+        self._disk_told = False
 
     async def run(self) -> None:
         """Listen, answer and ask. Ends only by cancellation or when the transport is closed."""
         self._transport.serve(RECONCILE_PROTOCOL, self._answer)
         async with asyncio.TaskGroup() as group:
-            asking = group.create_task(self._ask_neighbours())
+            tasks = [group.create_task(self._ask_neighbours()), group.create_task(self._send_outbox())]
             await self._listen()
-            asking.cancel()
+            for task in tasks:
+                task.cancel()
 
     async def announce(self, announcement: Announcement, ttl_ms: int) -> Digest:
-        """Sign and spread an announcement of ours; returns its envelope's digest.
+        """Sign and hold an announcement of ours; returns its envelope's digest.
 
-        A network that is down is no error here: the envelope is held, and neighbours get it by
+        Never waits for the network: `run` publishes, and what it cannot publish neighbours get by
         reconciliation.
         """
         now_ms = self._clock.now_ms()
@@ -156,10 +164,8 @@ class Gossip:
         )
         heard = Heard(self._identity.peer_id, announcement, now_ms, digest(data))
         self._store.add(HeldAnnouncement(heard, data, now_ms + ttl_ms), unread=False)
-        try:
-            await self._transport.publish(self._topic, data)
-        except TransportError as error:
-            logger.debug("announcement %s waits for reconciliation: %s", heard.envelope, error)
+        self._outbox.append(data)
+        self._sendable.set()
         return heard.envelope
 
     async def heard(self) -> AsyncIterator[Heard]:
@@ -189,6 +195,18 @@ class Gossip:
         """Announcements displaced by a bound before `heard()` gave them."""
         return self._store.dropped_unread
 
+    # --- gossip out ---
+
+    async def _send_outbox(self) -> None:
+        while True:
+            self._sendable.clear()
+            while self._outbox:
+                try:
+                    await self._transport.publish(self._topic, self._outbox.popleft())
+                except TransportError as error:
+                    logger.debug("an announcement waits for reconciliation: %s", error)
+            await self._sendable.wait()
+
     # --- gossip in ---
 
     async def _listen(self) -> None:
@@ -214,25 +232,38 @@ class Gossip:
             self._refusals.add(message.sender, "stranger")
             return
         try:
-            self._take(message.data)
+            self._take(message.data, relayed=False)
         except RemoteProtocolError as error:
             self._refusals.add(message.sender, error.reason)
 
-    def _take(self, data: bytes) -> bool:
-        """Hold an envelope that is new and valid. Returns whether it was new, raises when it is invalid."""
+    def _take(self, data: bytes, *, relayed: bool) -> bool:
+        """Hold an envelope that is new and valid. Returns whether it was new, raises when it is invalid.
+
+        `relayed`: by a neighbour that cannot know what we counted, for instance before a restart. What was
+        counted is then held for others while there is room, and heard by nobody here.
+        """
         envelope_digest = digest(data)
         short = short_digest(envelope_digest)
         if short in self._store or short in self._refused:
             return False
         now_ms = self._clock.now_ms()
+        counts = True
         try:
             envelope = open_envelope(data, swarm_id=self._swarm_id, topic=self._topic, now_ms=now_ms)
             if not self._is_member(envelope.sender):
                 raise SignatureError(f"{envelope.sender} is no member of this swarm", reason="stranger")
             announcement = decode(envelope.payload, Announcement, max_bytes=MAX_ENVELOPE_BYTES)
-            self._replay.admit(
-                envelope.sender, envelope.sequence, envelope.created_at, envelope.expires_at, now_ms
-            )
+            try:
+                self._replay.admit(
+                    envelope.sender, envelope.sequence, envelope.created_at, envelope.expires_at, now_ms
+                )
+            except ReplayError:
+                if not (relayed and self._store.has_room(envelope.sender, len(data))):
+                    raise
+                counts = False
+            except OSError as error:
+                self._tell_disk(error)
+                raise LimitError("the disk does not take what was counted", reason="disk") from error
         except FreshnessError:
             raise  # and not remembered: an envelope from a clock ahead of ours is welcome later
         except RemoteProtocolError:
@@ -241,10 +272,17 @@ class Gossip:
                 self._refused.popitem(last=False)
             raise
         heard = Heard(envelope.sender, announcement, now_ms, envelope_digest)
-        foreign = envelope.sender != self._identity.peer_id
-        self._store.add(HeldAnnouncement(heard, data, envelope.expires_at), unread=foreign)
+        unread = counts and envelope.sender != self._identity.peer_id
+        self._store.add(HeldAnnouncement(heard, data, envelope.expires_at), unread=unread)
         self._arrived.set()
         return True
+
+    def _tell_disk(self, error: OSError) -> None:
+        if not self._disk_told:
+            self._disk_told = True
+            logger.warning(
+                "announcements are refused, because the replay memory cannot be written: %s", error
+            )
 
     # --- reconciliation ---
 
@@ -331,7 +369,9 @@ class Gossip:
         for number in range(reply.count):
             data = await stream.receive(MAX_ENVELOPE_BYTES)
             try:
-                new += self._take(data)
+                new += self._take(data, relayed=True)
+            except ReplayError as error:  # no fault of an honest neighbour, and it will not send this again
+                logger.debug("%s relays what was counted before: %s", stream.peer_id, error)
             except RemoteProtocolError as error:
                 self._refusals.add(stream.peer_id, error.reason)
                 refused += 1

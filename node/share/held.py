@@ -72,6 +72,15 @@ class AnnouncementStore:
     def __contains__(self, short: bytes) -> bool:
         return short in self._held
 
+    def has_room(self, author: PeerId, size: int) -> bool:
+        """Whether one more of `size` bytes by `author` would displace nothing."""
+        if len(self._held) >= self._max_count or self._bytes + size > self._max_bytes:
+            return False
+        held = self._authors.get(author)
+        return held is None or (
+            len(held.shorts) < self._author_count and held.bytes + size <= self._author_bytes
+        )
+
     def add(self, held: HeldAnnouncement, *, unread: bool) -> None:
         """Hold one more, displacing what is above a bound."""
         short = short_digest(held.heard.envelope)

@@ -19,6 +19,7 @@ __all__ = ["PeerBook"]
 class _Seen:
     accepted: int = 0
     rejected: Counter[str] = field(default_factory=Counter)
+    lag_sum: int = 0
     age_sum: float = 0.0
     policy_version: int = -1
     tokenizer: str = ""
@@ -40,10 +41,11 @@ class PeerBook:
         seen.tokenizer = announcement.lineage.tokenizer
         seen.last_seen_at = at
 
-    def accepted(self, peer_id: PeerId, age_windows: float) -> None:
-        """A group was accepted at this age."""
+    def accepted(self, peer_id: PeerId, policy_version: int, age_windows: float) -> None:
+        """A group of this version was accepted at this age."""
         seen = self._of(peer_id)
         seen.accepted += 1
+        seen.lag_sum += max(0, seen.policy_version - policy_version)
         seen.age_sum += age_windows
 
     def rejected(self, peer_id: PeerId, reason: str) -> None:
@@ -55,14 +57,9 @@ class PeerBook:
         seen = self._peers.get(peer_id)
         return seen.policy_version if seen else -1
 
-    def last_seen_at(self, peer_id: PeerId) -> int:
-        """Swarm time of its last announcement, ms; 0 before the first."""
-        seen = self._peers.get(peer_id)
-        return seen.last_seen_at if seen else 0
-
-    def active_since(self, at: int) -> bool:
-        """Whether any peer announced something at or after `at`."""
-        return any(seen.last_seen_at >= at for seen in self._peers.values())
+    def active_since(self, at: int, ignored: Callable[[PeerId], bool]) -> bool:
+        """Whether a peer that is not `ignored` announced something valid at or after `at`."""
+        return any(seen.last_seen_at >= at and not ignored(peer_id) for peer_id, seen in self._peers.items())
 
     def table(
         self,
@@ -84,7 +81,8 @@ class PeerBook:
                     rejected=dict(sorted(seen.rejected.items())),
                     trust=trust(peer_id),
                     policy_version=seen.policy_version,
-                    lag_windows=seen.age_sum / seen.accepted if seen.accepted else 0.0,
+                    lag=seen.lag_sum / max(seen.accepted, 1),
+                    age_windows=seen.age_sum / max(seen.accepted, 1),
                     last_seen_at=seen.last_seen_at,
                     same_tokenizer=seen.tokenizer == self._tokenizer,
                 )

@@ -55,7 +55,9 @@ class ReplayPool:
         )
 
     def add(self, pooled: PooledGroup) -> None:
-        """Take a group in; the oldest one leaves when the pool is full."""
+        """Take a group in, unless it is there; the oldest one leaves when the pool is full."""
+        if pooled.digest in self._groups:
+            return
         self._groups[pooled.digest] = pooled
         self._uses[pooled.digest] = 0
         while len(self._groups) > self.capacity:

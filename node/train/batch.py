@@ -60,16 +60,8 @@ class TrainingBatch:
     groups: tuple[TrainingGroup, ...]
 
 
-def collate(
-    groups: Sequence[TrainingGroup],
-    settings: TrainSettings,
-    policy: Policy,
-    *,
-    own_mean_logprobs: Sequence[float] = (),
-) -> TrainingBatch:
-    """Check and pad. `own_mean_logprobs`: mean log-probabilities per token of further recent own rollouts,
-    which GRAFT compares with (own groups that all failed are usually not in the batch). Raises
-    TrainingDataError."""
+def collate(groups: Sequence[TrainingGroup], settings: TrainSettings, policy: Policy) -> TrainingBatch:
+    """Check and pad. Raises TrainingDataError."""
     if not groups:
         raise ValueError("a batch needs at least one group")
     for group in groups:
@@ -100,7 +92,6 @@ def collate(
             ingestion_BT[row, :length] = rollout.ingestion_T
 
     own = [rollout for group in groups if group.source == OWN_SOURCE for rollout in group.rollouts]
-    usual = [*own_mean_logprobs, *(mean_logprob(rollout) for rollout in own)]
     return TrainingBatch(
         tokens_BL=torch.from_numpy(tokens_BL),
         starts_B=torch.tensor([len(group.prompt_ids) for group, _ in rows]),
@@ -118,7 +109,7 @@ def collate(
         source_B=torch.tensor([sources.index(group.source) for group, _ in rows]),
         sources=sources,
         lambda_S=lambda_S,
-        own_mean_logprobs_N=_floats(usual),
+        own_mean_logprobs_N=_floats([mean_logprob(rollout) for rollout in own]),
         groups=tuple(groups),
     )
 

@@ -3,11 +3,14 @@
 Layout of one checkpoint: config.json, model.safetensors, the policy's own tokenizer files byte for byte (so
 the tokenizer digest stays), optimiser.safetensors (moments by parameter name, random state), trainer.json
 (versions and counters). Written to a temporary folder, fsynced, renamed: a folder with the final name is
-complete. Tensors are safetensors only. Not for: which checkpoints to keep, or the replay pool.
+complete. Tensors are safetensors only. `resume` goes on from the newest one of a folder that fits, `prune`
+keeps the newest few. Not for: the replay pool.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import shutil
 from pathlib import Path
@@ -17,11 +20,21 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from node.rollout.engine.base import Engine
 from node.train.step import Trainer
 from protocol.errors import ModelError
 
-__all__ = ["CheckpointState", "load_checkpoint", "read_state", "save_checkpoint"]
+__all__ = [
+    "CheckpointState",
+    "checkpoints_of",
+    "load_checkpoint",
+    "prune",
+    "read_state",
+    "resume",
+    "save_checkpoint",
+]
 
+log = logging.getLogger(__name__)
 _STATE = "trainer.json"
 _OPTIMISER = "optimiser.safetensors"
 _TOKENIZER_FILES = (
@@ -34,6 +47,7 @@ _TOKENIZER_FILES = (
     "vocab.json",
 )
 _RANDOM = "random_state"
+_WRITING, _OLD = ".writing", ".old"
 
 
 class CheckpointState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -48,13 +62,30 @@ class CheckpointState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def save_checkpoint(trainer: Trainer, folder: Path) -> None:
-    """Write `folder`; one of that name is replaced only when the new one is complete."""
-    temporary = folder.with_name(f".{folder.name}.writing")
-    old = folder.with_name(f".{folder.name}.old")
+    """Write `folder`; one of that name is replaced only when the new one is complete. Raises OSError, and
+    then nothing has changed."""
+    temporary = folder.with_name(f".{folder.name}{_WRITING}")
+    old = folder.with_name(f".{folder.name}{_OLD}")
     for leftover in (temporary, old):
         if leftover.exists():
             shutil.rmtree(leftover)
-    temporary.mkdir(parents=True)
+    try:
+        temporary.mkdir(parents=True)
+        _write(trainer, temporary)
+    except BaseException as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, SafetensorError):  # what safetensors makes of a full disk
+            raise OSError(f"cannot write {temporary}: {error}") from error
+        raise
+    if folder.exists():
+        folder.rename(old)
+    temporary.rename(folder)
+    _sync(folder.parent)
+    if old.exists():
+        shutil.rmtree(old)
+
+
+def _write(trainer: Trainer, temporary: Path) -> None:
     # Tied weights share storage, which safetensors refuses; named_parameters() gives each tensor once.
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in trainer.model.named_parameters()}
     save_file(weights, temporary / "model.safetensors", metadata={"format": "pt"})
@@ -75,12 +106,37 @@ def save_checkpoint(trainer: Trainer, folder: Path) -> None:
     (temporary / _STATE).write_bytes(msgspec.json.format(msgspec.json.encode(state)))
     for file in [*temporary.iterdir(), temporary]:
         _sync(file)
-    if folder.exists():
-        folder.rename(old)
-    temporary.rename(folder)
-    _sync(folder.parent)
-    if old.exists():
-        shutil.rmtree(old)
+
+
+def checkpoints_of(folder: Path, base_model: str) -> list[Path]:
+    """Complete checkpoints in `folder` that began with these weights, newest first."""
+    found = []
+    for path in folder.glob("v*"):
+        with contextlib.suppress(ModelError):
+            state = read_state(path)
+            if state.base_model == base_model:
+                found.append((state.policy_version, path))
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def prune(folder: Path, base_model: str, keep: int) -> None:
+    """Remove all but the newest `keep` checkpoints of this base model, and what a kill left half-written.
+    Raises OSError."""
+    leftovers = [*folder.glob(f".*{_WRITING}"), *folder.glob(f".*{_OLD}")]
+    for path in [*checkpoints_of(folder, base_model)[keep:], *leftovers]:
+        shutil.rmtree(path)
+
+
+def resume(trainer: Trainer, engine: Engine, folder: Path) -> None:
+    """Go on from the newest checkpoint in `folder` that fits; without one everything stays as it is."""
+    for path in checkpoints_of(folder, trainer.policy.base_model):
+        try:
+            load_checkpoint(trainer, path)
+        except ModelError as error:
+            log.warning("%s; trying an older one", error)
+            continue
+        engine.update(trainer.state_dict(), trainer.policy_version)
+        return
 
 
 def read_state(folder: Path) -> CheckpointState:
@@ -106,6 +162,8 @@ def load_checkpoint(trainer: Trainer, folder: Path) -> CheckpointState:
         moments = load_file(folder / _OPTIMISER)
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{folder} is not a complete checkpoint: {error}") from error
+    if _RANDOM not in moments:
+        raise ModelError(f"{folder} is not a complete checkpoint: {_OPTIMISER} holds no {_RANDOM}")
     parameters = dict(trainer.model.named_parameters())
     if {name: tensor.shape for name, tensor in weights.items()} != {
         n: p.shape for n, p in parameters.items()

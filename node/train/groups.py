@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 
 from node.rollout.policy import Policy
 from node.train.settings import TrainSettings, Treatment, TreatmentSettings
-from node.weight.advantage import ADVANTAGES, CapabilityTracker, capability_aware, has_signal
+from node.weight.advantage import ADVANTAGES, capability_aware, has_signal
 from protocol.errors import RemoteProtocolError
 from protocol.messages import FinishReason, Rollout
 
@@ -31,6 +30,7 @@ __all__ = [
     "check_group",
     "choose_treatment",
     "external_group",
+    "mean_logprob",
     "own_group",
     "training_rollouts",
 ]
@@ -116,16 +116,20 @@ def training_rollouts(
 
 
 def choose_treatment(
-    peer_rewards: Sequence[float], own_rewards: Sequence[float] | None, settings: TreatmentSettings
+    peer_rewards: Sequence[float],
+    own_rewards: Sequence[float] | None,
+    settings: TreatmentSettings,
+    *,
+    same_tokenizer: bool,
 ) -> Treatment:
     """GRAFT's gate, else HACPO, where this node has a recent group on the prompt; `compat` where it has none.
 
-    A forced treatment falls back to `compat` where it needs an own group and there is none.
+    A forced treatment falls back to `compat` where it needs an own group and there is none, or
+    log-probabilities of each token and the text was re-tokenised.
     """
     if settings.force is not None:
-        return (
-            Treatment.COMPAT if settings.force is Treatment.HACPO and own_rewards is None else settings.force
-        )
+        possible = {Treatment.HACPO: own_rewards is not None, Treatment.OWN: same_tokenizer}
+        return settings.force if possible.get(settings.force, True) else Treatment.COMPAT
     if own_rewards is None:
         return Treatment.COMPAT
     if max(own_rewards) <= settings.failure_reward and has_signal(peer_rewards):
@@ -171,7 +175,7 @@ def external_group(
     *,
     own_rewards: Sequence[float] | None,
     other_rewards: Mapping[str, Sequence[float]] | None = None,
-    capability: CapabilityTracker,
+    capability: Mapping[str, float],
     trust: float,
     temperature: float = 1.0,
     lag: int = 0,
@@ -181,14 +185,14 @@ def external_group(
     """A peer's group with its treatment and advantages.
 
     `own_rewards`: rewards of a recent own group on the same prompt, else None. `other_rewards`: further
-    peers' rewards on that prompt, which enter HACPO's joint mean and std. The prompt is encoded by this
-    policy's own template.
+    peers' rewards on that prompt, which enter HACPO's joint mean and std. `capability`: P of all these
+    agents. The prompt is encoded by this policy's own template.
     """
-    treatment = choose_treatment(rewards, own_rewards, settings)
+    same_tokenizer = all(rollout.behaviour_T is not None for rollout in rollouts)
+    treatment = choose_treatment(rewards, own_rewards, settings, same_tokenizer=same_tokenizer)
     if treatment is Treatment.HACPO and own_rewards is not None:
         by_agent = {**(other_rewards or {}), OWN_SOURCE: own_rewards, source: rewards}
-        value = {agent: capability.value(agent) for agent in by_agent}
-        advantages = capability_aware(by_agent, value, OWN_SOURCE)[source]
+        advantages = capability_aware(by_agent, capability, OWN_SOURCE)[source]
     else:
         advantages = _advantages(rewards, settings)
     return TrainingGroup(
@@ -261,11 +265,6 @@ def check_group(group: TrainingGroup, settings: TrainSettings, policy: Policy) -
 def mean_logprob(rollout: TrainingRollout) -> float:
     """Mean log mu per token of this policy."""
     return rollout.behaviour_sum / max(len(rollout.tokens_T), 1)
-
-
-def mean_reward(groups: Sequence[TrainingGroup]) -> float:
-    """Mean over groups of their mean reward; 0 without groups."""
-    return fmean(fmean(group.rewards) for group in groups) if groups else 0.0
 
 
 def _advantages(rewards: Sequence[float], settings: TreatmentSettings) -> tuple[float, ...]:

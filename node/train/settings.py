@@ -15,7 +15,7 @@ class Treatment(StrEnum):
     """How a group is trained on."""
 
     OWN = "own"
-    """Token-level objective anchored at mu: own groups, and others' of the same tokenizer when forced."""
+    """The own groups' objective, anchored at mu of each token; others' of the same tokenizer when forced."""
     COMPAT = "compat"
     """Another model's group whose prompt this node has not answered lately."""
     HACPO = "hacpo"

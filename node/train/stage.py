@@ -2,8 +2,9 @@
 version.
 
 One loop. It waits for I own groups, then for up to J of the pool's (with a deadline, and only while peers are
-active, so a node without peers trains alone), turns them into training groups, steps on a worker thread, and
-hands the new weights to the engine. Evaluations on held-out prompts happen here, before, during and after.
+active, so a node without peers trains alone), has them made into a batch (`prepare.py`), steps, and hands the
+new weights to the engine; all of that work runs beside the loop, which alone touches books and pool.
+Evaluations on held-out prompts happen here, before, during and after.
 """
 
 from __future__ import annotations
@@ -24,24 +25,21 @@ from node.rollout.worker import OwnGroup
 from node.share.peers import PeerBook
 from node.share.pool import PooledGroup, ReplayPool
 from node.supervise import StageGauge
-from node.train.batch import TrainingBatch, collate
-from node.train.groups import (
-    OWN_SOURCE,
-    TrainingDataError,
-    TrainingGroup,
-    external_group,
-    own_group,
-    training_rollouts,
-)
+from node.train.batch import TrainingBatch
+from node.train.groups import OWN_SOURCE
+from node.train.prepare import ExternalDraft, LogprobRows, OwnDraft, Prepared, first_logprobs, prepare
 from node.train.settings import TrainSettings, Treatment
 from node.train.step import StepReport, Trainer
 from node.weight.advantage import CapabilityTracker, has_signal
 from node.weight.answered import AnsweredPrompts
-from node.weight.staleness import StalenessLimits, judge_foreign
+from node.weight.staleness import Staleness, judge_staleness
 from node.weight.trust import TrustBook
-from protocol.messages import FinishReason, RolloutGroup
+from protocol.messages import Digest, FinishReason, RolloutGroup, VerificationRules
 
 __all__ = ["StagePlan", "TrainStage"]
+
+CAPABILITY_STEPS = 5
+"""K of HACPO: a capability is the mean over this many steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +70,11 @@ class TrainStage:
         peers: PeerBook,
         trust: TrustBook,
         answered: AnsweredPrompts,
-        limits: StalenessLimits,
+        rules: VerificationRules,
         window: Callable[[], float],
         peers_active: Callable[[], bool],
         drawn: Callable[[], None],
+        discarded: Callable[[int], None],
         broadcast: Callable[[int], Awaitable[None]],
         evaluate: Callable[[str], Awaitable[None]],
         save: Callable[[], Awaitable[None]],
@@ -96,11 +95,13 @@ class TrainStage:
         self._peers = peers
         self._trust = trust
         self._answered = answered
-        self._capability = CapabilityTracker()
-        self._limits = limits
+        self._capability = CapabilityTracker(CAPABILITY_STEPS * plan.local_groups)
+        self._ingestion: dict[Digest, LogprobRows] = {}
+        self._rules = rules
         self._window = window
         self._peers_active = peers_active
         self._drawn = drawn
+        self._discarded = discarded
         self._broadcast = broadcast
         self._evaluate = evaluate
         self._save = save
@@ -113,15 +114,20 @@ class TrainStage:
 
     async def run(self) -> None:
         """All steps of this run."""
-        await self._evaluate("before")
+        await self._measure("before")
         for step in range(1, self._plan.steps + 1):
             await self._step()
             if step < self._plan.steps and step % self._plan.evaluate_every == 0:
-                await self._evaluate("during")
+                await self._measure("during")
             if step % self._plan.checkpoint_every == 0 or step == self._plan.steps:
-                await self._save()
-        await self._evaluate("after")
+                with self._gauge.working():
+                    await self._save()
+        await self._measure("after")
         self._finished.set()
+
+    async def _measure(self, moment: str) -> None:
+        with self._gauge.working():
+            await self._evaluate(moment)
 
     async def _step(self) -> None:
         began_s = self._clock.monotonic_s()
@@ -129,19 +135,18 @@ class TrainStage:
             own = [await self._own.get() for _ in range(self._plan.local_groups)]
         external = await self._external()
         waited_s = self._clock.monotonic_s() - began_s
-        groups = [self._own_group(each) for each in own]
-        for pooled in external:
-            group = self._external_group(pooled)
-            if group is not None and any(group.advantages):
-                groups.append(group)
-        batch = self._collate(groups)
-        report = await self._compute.run("train", self._trainer.step, batch)
+        prepared = await self._prepare(own, external)
+        with self._gauge.working():
+            report = await self._compute.run("train", self._trainer.step, prepared.batch)
         if not report.skipped:
-            await self._broadcast(report.policy_version)
+            self._remember(prepared, report)
+            with self._gauge.waiting("broadcast"):
+                await self._broadcast(report.policy_version)
         else:
+            self._discarded(len(own))
             text = "a step was not finite and left the weights untouched"
             self._bus.emit(Notice(at=self._clock.now_ms(), level="warning", text=text))
-        self._bus.emit(self._event(_finite(report), batch, own, waited_s))
+        self._bus.emit(self._event(_finite(report), prepared.batch, own, waited_s))
 
     async def _external(self) -> list[PooledGroup]:
         """Up to J groups of the pool, waiting a little for peers that are there."""
@@ -155,7 +160,7 @@ class TrainStage:
             if len(self._pool) >= wanted or left_s <= 0 or not self._peers_active():
                 break
             self._pooled.clear()
-            with self._weight_gauge.waiting("peers' groups"):
+            with self._gauge.waiting("peers' groups"), self._weight_gauge.waiting("peers' groups"):
                 try:
                     async with asyncio.timeout(left_s):
                         await self._pooled.wait()
@@ -168,75 +173,56 @@ class TrainStage:
     def _unfit(self, pooled: PooledGroup) -> bool:
         """Gates: too old, too far behind its lineage, or its author is in quarantine."""
         group = pooled.group
-        return self._trust.quarantined(group.author, self._window()) or not self._freshness(group)[2]
+        return self._trust.quarantined(group.author, self._window()) or not self._staleness(group).fresh
 
-    def _freshness(self, group: RolloutGroup) -> tuple[int, int, bool]:
-        newest = max(self._peers.newest_version(group.author), group.policy_version)
-        found = judge_foreign(
-            group.policy_version, newest, group.prompt.window, int(self._window()), self._limits
-        )
-        return found.lag, found.age_windows, found.fresh
+    def _staleness(self, group: RolloutGroup) -> Staleness:
+        newest = self._peers.newest_version(group.author)
+        window = int(self._window())
+        return judge_staleness(group.policy_version, newest, group.prompt.window, window, self._rules)
 
-    def _own_group(self, own: OwnGroup) -> TrainingGroup:
+    async def _prepare(self, own: Sequence[OwnGroup], external: Sequence[PooledGroup]) -> Prepared:
+        """The batch of a step. What is looked up is looked up on the loop; the rest is done beside it."""
+        with self._gauge.waiting("weights"), self._weight_gauge.working():
+            drafts = [self._own_draft(each) for each in own]
+            drawn = [self._external_draft(pooled) for pooled in external]
+            prepared = await self._compute.run("weight", prepare, drafts, drawn, self._settings, self._policy)
+        for author, reason in prepared.refused:
+            self._peers.rejected(author, reason)
+        return prepared
+
+    def _own_draft(self, own: OwnGroup) -> OwnDraft:
         group = own.group
         self._answered.add(group.prompt.index, OWN_SOURCE, own.rewards)
-        self._capability.observe(OWN_SOURCE, fmean(own.rewards))
-        name = f"own {group.prompt.window}/{group.prompt.slot}"
-        return own_group(
-            name,
-            self._policy.encode_prompt(group.question),
-            training_rollouts(name, group.rollouts, self._policy, same_tokenizer=True),
-            own.rewards,
-            self._settings.treatment,
-            temperature=group.sampling.temperature,
+        self._capability.observe(OWN_SOURCE, own.rewards)
+        return OwnDraft(
+            own,
             lag=max(0, self._trainer.policy_version - group.policy_version),
             age_windows=max(0.0, int(self._window()) - group.prompt.window),
         )
 
-    def _external_group(self, pooled: PooledGroup) -> TrainingGroup | None:
-        """A drawn group with its weight and treatment; None when its numbers may not reach the optimiser."""
+    def _external_draft(self, pooled: PooledGroup) -> ExternalDraft:
         group, author = pooled.group, pooled.group.author
         if pooled.uses == 0:
-            self._capability.observe(author, fmean(pooled.rewards))
+            self._capability.observe(author, pooled.rewards)
         agents = self._answered.of(group.prompt.index)
         own_rewards = agents.pop(OWN_SOURCE, None)
         agents.pop(author, None)
-        lag, age_windows, _ = self._freshness(group)
-        same_tokenizer = group.lineage.tokenizer == self._policy.tokenizer_digest
-        try:
-            return external_group(
-                author,
-                pooled.digest[:12],
-                self._policy.encode_prompt(group.question),
-                training_rollouts(
-                    pooled.digest[:12], group.rollouts, self._policy, same_tokenizer=same_tokenizer
-                ),
-                pooled.rewards,
-                self._settings.treatment,
-                own_rewards=own_rewards,
-                other_rewards=agents,
-                capability=self._capability,
-                trust=self._trust.trust(author, self._window()),
-                temperature=group.sampling.temperature,
-                lag=lag,
-                age_windows=age_windows,
-                uses=pooled.uses,
-            )
-        except TrainingDataError as error:
-            self._peers.rejected(author, error.reason)
-            return None
+        staleness = self._staleness(group)
+        return ExternalDraft(
+            pooled,
+            own_rewards=own_rewards,
+            other_rewards=agents,
+            capability={agent: self._capability.value(agent) for agent in (OWN_SOURCE, author, *agents)},
+            trust=self._trust.trust(author, self._window()),
+            lag=staleness.lag,
+            age_windows=staleness.age_windows,
+            ingestion=self._ingestion.get(pooled.digest, ()),
+        )
 
-    def _collate(self, groups: list[TrainingGroup]) -> TrainingBatch:
-        """The batch; external groups that may not reach the optimiser are left out and counted."""
-        while True:
-            try:
-                return collate(groups, self._settings, self._policy)
-            except TrainingDataError as error:
-                bad = next(group for group in groups if group.group == error.group)
-                if bad.source == OWN_SOURCE:
-                    raise
-                self._peers.rejected(bad.source, error.reason)
-                groups = [group for group in groups if group is not bad]
+    def _remember(self, prepared: Prepared, report: StepReport) -> None:
+        """Keep log pi of groups on first use for as long as the pool may give them again."""
+        known = self._ingestion | first_logprobs(prepared, report.logprobs_BT.numpy())
+        self._ingestion = {digest: rows for digest, rows in known.items() if digest in self._pool}
 
     def _event(
         self, report: StepReport, batch: TrainingBatch, own: Sequence[OwnGroup], waited_s: float

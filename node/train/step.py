@@ -28,7 +28,7 @@ from node.train.settings import TrainSettings, Treatment
 __all__ = ["StepReport", "Trainer"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StepReport:
     """trainer -> events. `policy_version` is the version the trainer has now."""
 
@@ -43,6 +43,8 @@ class StepReport:
     """k3 estimate of KL(current || start) on own tokens, nats per token."""
     tokens: int
     sources: tuple[SourceShare, ...]
+    logprobs_BT: Tensor
+    """log pi of the batch's completions before the step, on the CPU; meaningless where masked."""
     train_s: float
 
 
@@ -91,7 +93,7 @@ class Trainer:
     def step(self, batch: TrainingBatch) -> StepReport:
         """Train on `batch` once. Raises nothing for numbers that overflow: the report says `skipped`."""
         began_s = time.perf_counter()
-        loss, sums = self._accumulate(batch)
+        loss, sums, logprobs_BT = self._accumulate(batch)
         grad_norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, self.settings.max_grad_norm))
         learning_rate = self.learning_rate()
         skipped = not (math.isfinite(loss) and math.isfinite(grad_norm))
@@ -115,6 +117,7 @@ class Trainer:
             kl_start=float(sums.kl_start_B.sum()) / own_tokens,
             tokens=int(batch.mask_BT.sum()),
             sources=_source_shares(batch, sums),
+            logprobs_BT=logprobs_BT,
             train_s=time.perf_counter() - began_s,
         )
 
@@ -127,17 +130,18 @@ class Trainer:
         """A copy of the weights by name, for `Engine.update`; later steps do not change it."""
         return {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
 
-    def _accumulate(self, batch: TrainingBatch) -> tuple[float, _RowSums]:
-        """Gradients of the whole batch in `.grad`, its loss, and what each row contributed."""
+    def _accumulate(self, batch: TrainingBatch) -> tuple[float, _RowSums, Tensor]:
+        """Gradients of the whole batch in `.grad`, its loss, what each row contributed, and log pi."""
         sums = _RowSums.zeros(len(batch.treatments), self.device)
+        kept_BT = torch.zeros(batch.targets_BT.shape)
         total = torch.zeros((), device=self.device)
         for rows in _micro_batches(batch, self.settings.micro_batch_tokens):
-            loss = self._micro_loss(batch, rows, sums)
+            loss = self._micro_loss(batch, rows, sums, kept_BT)
             torch.autograd.backward(loss)
             total += loss.detach()
-        return float(total), sums
+        return float(total), sums, kept_BT
 
-    def _micro_loss(self, batch: TrainingBatch, rows: Tensor, sums: _RowSums) -> Tensor:
+    def _micro_loss(self, batch: TrainingBatch, rows: Tensor, sums: _RowSums, kept_BT: Tensor) -> Tensor:
         width_L = int((batch.starts_B[rows] + batch.mask_BT[rows].sum(-1)).max())
         width_T = int(batch.mask_BT[rows].sum(-1).max())
 
@@ -151,6 +155,7 @@ class Trainer:
         logits_BKV, places_BT = _completion_logits(self.model, tokens_BL, starts_B, width_T)
         logprobs_BKV = torch.log_softmax(logits_BKV.float() / temperature_B[:, None, None], dim=-1)
         logprobs_BT = _of_targets(logprobs_BKV, places_BT, targets_BT)
+        kept_BT[rows, :width_T] = logprobs_BT.detach().cpu()
 
         stored_BT = take(batch.ingestion_BT, width_T)
         first_use_B = stored_BT[:, 0].isnan()

@@ -5,16 +5,16 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+from node.transport._addresses import peer_id_of, require_free
 from node.transport.base import RecordValidator, Transport, TransportLimits
 
-__all__ = ["open_transport"]
+__all__ = ["open_transport", "peer_id_of", "require_free"]
 
 
 async def open_transport(
     identity_path: Path,
     *,
     listen: str = "/ip4/127.0.0.1/tcp/0",
-    announce: tuple[str, ...] = (),
     validate_record: RecordValidator | None = None,
     limits: TransportLimits | None = None,
     rng: random.Random | None = None,
@@ -29,7 +29,6 @@ async def open_transport(
     transport = HivemindTransport(
         identity_path,
         listen=listen,
-        announce=announce,
         validate_record=validate_record,
         limits=limits,
         rng=rng,

@@ -5,33 +5,48 @@ TCP, because the daemon embeds quic-go 0.40.0 (CVE-2023-49295, CVE-2024-22189).
 
 from __future__ import annotations
 
+import contextlib
 import re
 import socket
-
-from hivemind.utils.multiaddr import Multiaddr
+from typing import TYPE_CHECKING
 
 from protocol.errors import AddressError, SignatureError
 from protocol.identity import public_key
 from protocol.messages import PeerId
 
-__all__ = ["parse_address", "require_free", "tcp_port", "with_port"]
+if TYPE_CHECKING:
+    from hivemind.utils.multiaddr import Multiaddr
+
+__all__ = ["parse_address", "peer_id_of", "require_free", "tcp_port", "with_port"]
 
 _LISTEN = re.compile(r"(/ip[46]/([0-9a-fA-F.:]+)/tcp/)([0-9]{1,5})")
 
 
+def peer_id_of(address: str) -> PeerId:
+    """Peer id of `.../p2p/<peer id>`; the rest is looked at when it is dialled. Raises `AddressError`."""
+    where, _, peer_id = address.rpartition("/p2p/")
+    if where.startswith("/"):
+        with contextlib.suppress(SignatureError, ValueError):
+            public_key(peer_id)
+            return peer_id
+    raise _malformed(address)
+
+
 def parse_address(address: str) -> tuple[PeerId, Multiaddr]:
     """Peer id and dialable part of `.../p2p/<peer id>`. Raises `AddressError`."""
-    where, _, peer_id = address.rpartition("/p2p/")
+    peer_id = peer_id_of(address)
+    from hivemind.utils.multiaddr import Multiaddr  # loads torch
+
     try:
-        public_key(peer_id)
-        target = Multiaddr(where)
-    except (SignatureError, ValueError):
-        target = None
-    if target is None or not where:
-        raise AddressError(
-            f"{address[:200]!r} is no address of the form /ip4/<address>/tcp/<port>/p2p/<peer id>"
-        )
-    return peer_id, target
+        return peer_id, Multiaddr(address.rpartition("/p2p/")[0])
+    except ValueError:
+        raise _malformed(address) from None
+
+
+def _malformed(address: str) -> AddressError:
+    return AddressError(
+        f"{address[:200]!r} is no address of the form /ip4/<address>/tcp/<port>/p2p/<peer id>"
+    )
 
 
 def tcp_port(address: str) -> str | None:

@@ -71,7 +71,6 @@ class Session:
         peer_id: PeerId,
         identity_path: Path,
         listen: str,
-        announce: tuple[str, ...],
         open_dht: Callable[[P2P], Coroutine[Any, Any, DHTNode]],
     ) -> Session:
         """Start the daemon and its DHT node. Raises `TransportError`, leaving nothing behind."""
@@ -93,7 +92,6 @@ class Session:
             async with asyncio.timeout(_START_TIMEOUT_S):
                 p2p = await Daemon.create(
                     host_maddrs=[listen],
-                    announce_maddrs=list(announce) or None,
                     identity_path=str(identity_path),
                     check_if_identity_free=False,
                     nat_port_map=not loopback,

@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
 import msgpack
+from google.protobuf.message import DecodeError as ProtobufDecodeError
 from hivemind.dht.node import DHTNode
 from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DHTLocalStorage
@@ -151,15 +152,18 @@ class DhtGuard:
     def _check(self, peer_id: PeerId, request_type: type[Any], data: bytes) -> None:
         if len(data) > _MAX_REQUEST_BYTES:
             raise LimitError(f"a DHT request of {len(data)} bytes is above its cap", reason="dht_size")
+        now_s = asyncio.get_running_loop().time()
+        if not self._buckets.take(peer_id, now_s):  # before parsing, which costs too
+            raise LimitError(f"{peer_id} sends more DHT requests than it may", reason="dht_rate")
         try:
             request = request_type.FromString(data)
-        except ValueError:  # protobuf's DecodeError is one
+        except ProtobufDecodeError:
             raise DecodeError("a DHT request is not protobuf", reason="dht_decode") from None
         keys = () if request_type is dht_pb2.PingRequest else request.keys
         if len(keys) > _MAX_REQUEST_KEYS:
             raise LimitError(f"a DHT request names {len(keys)} keys", reason="dht_size")
-        if not self._buckets.take(peer_id, asyncio.get_running_loop().time(), max(1, len(keys))):
-            raise LimitError(f"{peer_id} sends more DHT requests than it may", reason="dht_rate")
+        if len(keys) > 1 and not self._buckets.take(peer_id, now_s, len(keys) - 1):
+            raise LimitError(f"{peer_id} asks for more DHT keys than it may", reason="dht_rate")
         if len(request.peer.node_id) not in (0, _NODE_ID_BYTES):
             raise DecodeError("a DHT node id has the wrong length", reason="dht_decode")
         if any(len(key) != _NODE_ID_BYTES for key in keys):
@@ -183,7 +187,7 @@ async def open_dht(
         node_id=DHTID.generate(source=peer_id),
         record_validator=RecordGate(validate, refusals),
         wait_timeout=_RPC_TIMEOUT_S,
-        cache_locally=False,  # a cached head would hide the owner's newer one until it expires
+        cache_locally=False,  # a cached record would hide the owner's newer one until it expires
         cache_nearest=0,
         cache_on_store=False,
         cache_refresh_before_expiry=0,

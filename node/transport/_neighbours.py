@@ -11,11 +11,11 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 
 from hivemind.p2p import PeerID
+from hivemind.utils import get_dht_time
 
 from node.transport._addresses import parse_address
 from node.transport._control import ControlError
@@ -71,7 +71,8 @@ class Neighbours:
 
     async def store_all(self, session: Session) -> None:
         """Put our unexpired records where they belong now."""
-        now_ms = time.time_ns() // 1_000_000
+        # hivemind judges expiry by the machine's time (`get_dht_time`), whatever clock this node was given.
+        now_ms = round(get_dht_time() * 1000)
         self.records = {key: record for key, record in self.records.items() if record[1] > now_ms}
         for key, (value, expires_at) in list(self.records.items()):
             with contextlib.suppress(TimeoutError):

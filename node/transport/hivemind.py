@@ -78,7 +78,6 @@ class HivemindTransport(Transport):
         identity_path: Path,
         *,
         listen: str = "/ip4/127.0.0.1/tcp/0",
-        announce: tuple[str, ...] = (),
         validate_record: RecordValidator | None = None,
         limits: TransportLimits | None = None,
         rng: random.Random | None = None,
@@ -91,7 +90,6 @@ class HivemindTransport(Transport):
         self.peer_id = Identity.from_libp2p(key).peer_id
         self._identity_path = identity_path
         self._listen = listen
-        self._announce = announce
         self._validate_record = validate_record
         self._limits = limits or TransportLimits()
         self._rng = rng or random.Random()
@@ -187,7 +185,7 @@ class HivemindTransport(Transport):
                 p2p, self.peer_id, self._validate_record, self._dht_guard, self._limits, self._refusals
             )
 
-        session = await Session.open(self.peer_id, self._identity_path, self._listen, self._announce, dht)
+        session = await Session.open(self.peer_id, self._identity_path, self._listen, dht)
         try:
             async with asyncio.timeout(self._limits.connect_timeout_s):
                 await self._read_addresses(session)

@@ -31,6 +31,7 @@ __all__ = [
     "TokenArrays",
     "Verdict",
     "reject",
+    "same_values",
     "suspect",
 ]
 

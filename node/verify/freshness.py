@@ -1,14 +1,15 @@
 """Is it still worth using: age in windows, and lag in versions behind the lineage's own newest announcement.
 
-Both only gate (no weight is lost by age, D6). The window is compared with this node's clock; what the sender
-says about time counts for nothing. Needs no body, so it also runs on announcements before anything is
-fetched.
+The rule is `node.weight.staleness`, the same that the pool is gated by. The window is compared with this
+node's clock; what the sender says about time counts for nothing. Needs no body, so it also runs on
+announcements before anything is fetched.
 """
 
 from __future__ import annotations
 
 from node.verify.base import ACCEPT, Sighting, Verdict, reject
 from node.verify.ledger import Ledger
+from node.weight.staleness import judge_staleness
 from protocol.constants import MAX_CLOCK_SKEW_MS
 from protocol.messages import Charter
 from protocol.prompts import window_of
@@ -29,15 +30,16 @@ class Freshness:
 
     def check(self, item: Sighting) -> Verdict:
         """See `Check.check`."""
-        rules = self._charter.rules
         announcement = item.announcement
         window = announcement.prompt.window
         # The peer's number is compared, never multiplied: 2**63 - 1 windows must not overflow anything.
         if window > window_of(self._charter, item.now_ms + MAX_CLOCK_SKEW_MS):
             return reject("future")
-        if window_of(self._charter, item.now_ms) - window > rules.max_age_windows:
-            return reject("stale")
-        newest = self._ledger.newest_version(item.sender, announcement.lineage)
-        if newest - announcement.policy_version > rules.max_policy_lag:
-            return reject("stale")
-        return ACCEPT
+        staleness = judge_staleness(
+            announcement.policy_version,
+            self._ledger.newest_version(item.sender, announcement.lineage),
+            window,
+            window_of(self._charter, item.now_ms),
+            self._charter.rules,
+        )
+        return ACCEPT if staleness.fresh else reject("stale")

@@ -3,7 +3,7 @@
     announcement --observe--> schema, freshness, slot      (before anything is fetched; enters the ledger)
     candidate    --judge----> schema, freshness, slot, duplicate, skips, copies
                                   | on the "verify" lane, beside the event loop
-                                  tokens, consistency, prompt, reward, plausibility ----> Judgement
+                                  prompt, tokens, consistency, reward, plausibility ----> Judgement
 
 Envelope, signature and replay were checked by gossip. A hard failure ends the judging; a soft one is noted.
 Bytes of a peer raise nothing here. State is bounded: ledger and copies evict, whoever floods. `enabled=False`
@@ -15,11 +15,11 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from node.clock import Clock
 from node.compute import Compute
-from node.events import CheckOutcome
+from node.events import CheckCount, CheckOutcome
 from node.rollout.environment import Prompt
 from node.verify.base import ACCEPT, Candidate, Check, Decision, Item, Judgement, Sighting, Verdict, reject
 from node.verify.copies import Copies
@@ -34,32 +34,13 @@ from protocol.constants import MAX_CLOCK_SKEW_MS
 from protocol.errors import RemoteProtocolError
 from protocol.messages import Announcement, Charter, Digest, PeerId, RolloutGroup
 
-__all__ = ["CheckCount", "Verifier", "VerifierCounts", "run_checks"]
+__all__ = ["Verifier", "run_checks"]
 
 
+MAX_BELIEVED_REWARD = 1e3
+"""With verification off. As in training; in Python the square of 1e200 raises instead of being infinite."""
 INLINE_BODY_BYTES = 1024 * 1024
 """Larger bodies are decoded beside the event loop: 1 MB takes about 2 ms."""
-
-
-@dataclass(frozen=True, slots=True)
-class CheckCount:
-    """How often one check gave each verdict, and what it cost in all."""
-
-    check: str
-    accepted: int
-    rejected: int
-    suspected: int
-    cost_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class VerifierCounts:
-    """Snapshot of a verifier's counters. `refusals` are (reason, count) pairs in order of the reasons."""
-
-    judged: int
-    accepted: int
-    refusals: tuple[tuple[str, int], ...]
-    checks: tuple[CheckCount, ...]
 
 
 def run_checks(checks: Sequence[Check], item: Item, outcomes: list[CheckOutcome]) -> Verdict:
@@ -76,6 +57,13 @@ def run_checks(checks: Sequence[Check], item: Item, outcomes: list[CheckOutcome]
             return verdict
         rewards = verdict.rewards if verdict.rewards is not None else rewards
     return replace(ACCEPT, rewards=rewards)
+
+
+def _believed(claimed: tuple[float, ...]) -> Verdict:
+    """Without verification claims count, but only those one can compute with."""
+    if not all(abs(reward) <= MAX_BELIEVED_REWARD for reward in claimed):
+        return reject("reward_range")
+    return replace(ACCEPT, rewards=claimed)
 
 
 def _outcome(name: str, verdict: Verdict, started_s: float) -> CheckOutcome:
@@ -125,9 +113,9 @@ class Verifier:
             self._copies,
         )
         dear: list[Check] = [
+            PromptDerivation(item_at),
             Tokens(charter, decoders),
             PrefixConsistency(),
-            PromptDerivation(item_at),
             Reward(item_at, scorer),
         ]
         if policy is not None and engine is not None:
@@ -135,8 +123,6 @@ class Verifier:
         self._dear = tuple(dear)
         self._verdicts: Counter[tuple[str, str]] = Counter()
         self._costs_s: dict[str, float] = {}
-        self._refusals: Counter[str] = Counter()
-        self._judged = 0
 
     def observe(self, sender: PeerId, announcement: Announcement, arrived_at: int) -> Verdict:
         """What an announcement alone tells, with a body or without; a rejected one is not worth fetching.
@@ -180,29 +166,25 @@ class Verifier:
             return self._judgement(None, outcomes, verdict)
         outcomes.append(_outcome(Schema.name, ACCEPT, started_s))
         if not self.enabled:
-            return self._judgement(item, outcomes, replace(ACCEPT, rewards=item.announcement.rewards))
+            return self._judgement(item, outcomes, _believed(item.announcement.rewards))
         verdict = run_checks(self._cheap, item, outcomes)
         if verdict.decision is Decision.ACCEPT:
             verdict = await self._judge_dear(item, outcomes)
         return self._judgement(item, outcomes, verdict)
 
-    def counts(self) -> VerifierCounts:
-        """The counters so far."""
+    def counts(self) -> tuple[CheckCount, ...]:
+        """What each check that ran has said and cost while judging candidates."""
         names = [Schema.name, *(check.name for check in (*self._cheap, *self._dear))]
-        return VerifierCounts(
-            judged=self._judged,
-            accepted=self._judged - self._refusals.total(),
-            refusals=tuple(sorted(self._refusals.items())),
-            checks=tuple(
-                CheckCount(
-                    check=name,
-                    accepted=self._verdicts[name, Decision.ACCEPT],
-                    rejected=self._verdicts[name, Decision.REJECT],
-                    suspected=self._verdicts[name, Decision.SUSPECT],
-                    cost_s=self._costs_s.get(name, 0.0),
-                )
-                for name in names
-            ),
+        return tuple(
+            CheckCount(
+                check=name,
+                accepted=self._verdicts[name, Decision.ACCEPT],
+                rejected=self._verdicts[name, Decision.REJECT],
+                suspected=self._verdicts[name, Decision.SUSPECT],
+                cost_s=self._costs_s[name],
+            )
+            for name in names
+            if name in self._costs_s
         )
 
     async def _open(self, candidate: Candidate) -> Item:
@@ -232,10 +214,7 @@ class Verifier:
         for outcome in outcomes:
             self._verdicts[outcome.check, outcome.verdict] += 1
             self._costs_s[outcome.check] = self._costs_s.get(outcome.check, 0.0) + outcome.cost_s
-        self._judged += 1
         accepted = verdict.decision is Decision.ACCEPT
-        if not accepted:
-            self._refusals[verdict.reason] += 1
         return Judgement(
             accepted=accepted,
             reason=verdict.reason,

@@ -16,15 +16,21 @@ import numpy as np
 from node.verify.base import Candidate, Item, TokenArrays
 from protocol.charter import is_member
 from protocol.codec import completions_digest, decode, digest
-from protocol.constants import MAX_BLOB_BYTES
+from protocol.constants import MAX_BLOB_BYTES, MAX_TEXT_CHARS
 from protocol.errors import DecodeError, LimitError, RemoteProtocolError
 from protocol.messages import Announcement, Charter, PeerId, Rollout, RolloutGroup, TokenizerSpec
 
-__all__ = ["CHARS_PER_TOKEN", "Schema", "parse_tokens", "tokenizer_spec"]
+__all__ = ["TEXT_BYTES_PER_TOKEN", "Schema", "max_body_bytes", "parse_tokens", "tokenizer_spec"]
 
-CHARS_PER_TOKEN = 128
+TEXT_BYTES_PER_TOKEN = 128
 """Longest text of one token. Vocabularies in use stop at 128 spaces; without a bound, 16 tokens may claim 16
 MB."""
+ARRAY_BYTES_PER_TOKEN = 12
+"""Token id, log-probability, version."""
+ROLLOUT_OVERHEAD_BYTES = 256
+"""Field names, lengths, finish, reward and seed of a rollout, generously."""
+GROUP_OVERHEAD_BYTES = 4096 + MAX_TEXT_CHARS
+"""Names, digests and numbers of a group, generously, and its question."""
 MIN_TEMPERATURE = 0.01
 """Others divide logits by it: 1e-300 is 0 in float32, and the quotient is no number."""
 LOGPROB_ROUNDING = 1e-6
@@ -35,6 +41,14 @@ def tokenizer_spec(charter: Charter, announcement: Announcement) -> TokenizerSpe
     """The charter's entry for the lineage's tokenizer; None when the charter does not list it."""
     wanted = announcement.lineage.tokenizer
     return next((spec for spec in charter.tokenizers if spec.digest == wanted), None)
+
+
+def max_body_bytes(charter: Charter) -> int:
+    """Size of the largest body that this charter's groups can need: what is announced as larger is not
+    fetched."""
+    per_token = ARRAY_BYTES_PER_TOKEN + TEXT_BYTES_PER_TOKEN
+    rollout_bytes = charter.max_new_tokens * per_token + ROLLOUT_OVERHEAD_BYTES
+    return min(charter.group_size * rollout_bytes + GROUP_OVERHEAD_BYTES, MAX_BLOB_BYTES)
 
 
 def parse_tokens(rollout: Rollout) -> TokenArrays:
@@ -61,6 +75,7 @@ class Schema:
 
     def __init__(self, charter: Charter) -> None:
         self._charter = charter
+        self._max_body_bytes = max_body_bytes(charter)
 
     def check_announcement(self, sender: PeerId, announcement: Announcement) -> None:
         """What can be said without the body. Raises RemoteProtocolError."""
@@ -80,6 +95,11 @@ class Schema:
             )
         if not all(math.isfinite(reward) for reward in announcement.rewards):
             raise DecodeError("an announced reward is not finite", reason="not_finite")
+        if announcement.body is not None and announcement.body.size > self._max_body_bytes:
+            raise LimitError(
+                f"a body of {announcement.body.size} bytes; groups here need at most {self._max_body_bytes}",
+                reason="body_too_large",
+            )
 
     def open(self, candidate: Candidate, now_ms: int) -> Item:
         """The item behind a candidate. Raises RemoteProtocolError."""
@@ -92,7 +112,7 @@ class Schema:
             raise DecodeError(f"announced {blob.size} bytes, got {len(body)}", reason="size")
         if digest(body) != blob.digest:
             raise DecodeError("the body is not the announced one", reason="body_digest")
-        group = decode(body, RolloutGroup, max_bytes=MAX_BLOB_BYTES)
+        group = decode(body, RolloutGroup, max_bytes=self._max_body_bytes)
         self._check_agreement(candidate, group)
         self._check_caps(group)
         tokens = tuple(self._token_arrays(rollout, group) for rollout in group.rollouts)
@@ -131,8 +151,9 @@ class Schema:
         count = len(arrays.token_ids_T)
         if count > group.sampling.max_new_tokens:
             raise LimitError(f"{count} tokens of at most {group.sampling.max_new_tokens}", reason="too_long")
-        if len(rollout.text) > CHARS_PER_TOKEN * count:
-            raise LimitError(f"{len(rollout.text)} characters from {count} tokens", reason="text_too_long")
+        text_bytes = len(rollout.text.encode())
+        if text_bytes > TEXT_BYTES_PER_TOKEN * count:
+            raise LimitError(f"{text_bytes} bytes of text from {count} tokens", reason="text_too_long")
         if not (bool(np.isfinite(arrays.logprobs_T).all()) and math.isfinite(rollout.reward)):
             raise DecodeError("a log-probability or reward is not finite", reason="not_finite")
         if bool((arrays.logprobs_T > LOGPROB_ROUNDING).any()):

@@ -66,9 +66,10 @@ class VerifyStage:
             with self._gauge.waiting("fetched bodies"):
                 fetched = await self._queue.get()
             heard = fetched.heard
-            judgement = await self._verifier.judge(
-                Candidate(heard.sender, heard.announcement, fetched.body, heard.arrived_at)
-            )
+            with self._gauge.working():
+                judgement = await self._verifier.judge(
+                    Candidate(heard.sender, heard.announcement, fetched.body, heard.arrived_at)
+                )
             self._book(heard.sender, judgement)
             if judgement.accepted and judgement.group is not None and heard.announcement.body is not None:
                 group = judgement.group
@@ -83,7 +84,8 @@ class VerifyStage:
         """What the judgement means for its author."""
         window = self._window()
         if judgement.accepted and judgement.group is not None:
-            self._peers.accepted(author, max(0.0, window - judgement.group.prompt.window - 1))
+            age_windows = max(0.0, window - judgement.group.prompt.window - 1)
+            self._peers.accepted(author, judgement.group.policy_version, age_windows)
             self._trust.record(author, Hardness.SOFT if judgement.suspicions else Hardness.ACCEPTED, window)
             return
         self._peers.rejected(author, judgement.reason)

@@ -108,21 +108,26 @@ def capability_aware(
 
 
 class CapabilityTracker:
-    """P of each agent: mean of its last K observed mean rewards, always scored here (K = 5, HACPO).
+    """P of each agent: mean reward, always scored here, of its last `groups` mixed groups.
 
-    Bounded: the `max_agents` agents observed last are kept. An agent never observed has the mean over the
-    others, so that its omega is near one.
+    HACPO averages over the last K = 5 steps; `groups` is five steps' worth of own groups. Ours: groups are
+    counted, for a peer's do not come by our steps, and only mixed ones, for everybody, because of peers none
+    else arrive: own groups that all failed, or all succeeded, would make P_j / P_k a ratio of unlike things.
+    An agent never observed has the mean over the others, so that its omega is near one. Bounded: the
+    `max_agents` agents observed last are kept.
     """
 
-    def __init__(self, window: int = 5, max_agents: int = 4096) -> None:
-        self._window = window
+    def __init__(self, groups: int, max_agents: int = 4096) -> None:
+        self._groups = groups
         self._max_agents = max_agents
         self._seen: dict[str, deque[float]] = {}
 
-    def observe(self, agent: str, mean_reward: float) -> None:
-        """Add the mean reward of one group (or step) of `agent`."""
-        history = self._seen.pop(agent, None) or deque(maxlen=self._window)
-        history.append(mean_reward)
+    def observe(self, agent: str, rewards: Sequence[float]) -> None:
+        """Take in one group of `agent`, if its rewards differ."""
+        if not has_signal(rewards):
+            return
+        history = self._seen.pop(agent, None) or deque(maxlen=self._groups)
+        history.append(fmean(rewards))
         self._seen[agent] = history
         if len(self._seen) > self._max_agents:
             del self._seen[next(iter(self._seen))]

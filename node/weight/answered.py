@@ -1,8 +1,8 @@
 """Who answered which prompt lately, with which rewards: what capability-aware advantages and GRAFT's gate
 look up.
 
-Rewards here were all computed on this node. Bounded: the `max_prompts` universe indexes touched last, and a
-bounded number of agents each.
+Rewards here were all computed on this node. Bounded: the `max_prompts` universe indexes touched last, and of
+each the `MAX_AGENTS` agents that answered last.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ class AnsweredPrompts:
     def add(self, index: int, agent: str, rewards: Sequence[float]) -> None:
         """Remember the newest group of `agent` on the prompt `index`."""
         agents = self._rewards.setdefault(index, {})
-        if agent in agents or len(agents) < MAX_AGENTS:
-            agents[agent] = tuple(rewards)
+        agents.pop(agent, None)
+        agents[agent] = tuple(rewards)
+        if len(agents) > MAX_AGENTS:
+            del agents[next(iter(agents))]
         self._rewards.move_to_end(index)
         while len(self._rewards) > self._max_prompts:
             self._rewards.popitem(last=False)

@@ -14,8 +14,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from pathlib import Path
 
-__all__ = ["Hardness", "Standing", "TrustBook", "TrustSettings"]
+import msgspec
+
+from node.state import write_atomically
+from protocol.messages import Digest
+
+__all__ = ["Hardness", "Standing", "TrustBook", "TrustSettings", "load_standings", "save_standings"]
 
 MAX_TERM_FACTOR = 64
 
@@ -118,3 +124,25 @@ class TrustBook:
         settings = self._settings
         bad = settings.hard_weight * standing.hard + settings.soft_weight * standing.soft
         return (standing.accepted + 1) / (standing.accepted + 1 / settings.newcomer + bad)
+
+
+class _Kept(msgspec.Struct, frozen=True):
+    """What is on disk: windows are counted from a swarm's beginning, so it is one swarm's."""
+
+    swarm_id: Digest
+    standings: tuple[Standing, ...]
+
+
+def save_standings(path: Path, swarm_id: Digest, standings: Sequence[Standing]) -> None:
+    """Replace `path`. Raises OSError."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    write_atomically(path, msgspec.json.encode(_Kept(swarm_id, tuple(standings))))
+
+
+def load_standings(path: Path, swarm_id: Digest) -> tuple[Standing, ...]:
+    """What was saved for this swarm; nothing when the file is missing, damaged or another swarm's."""
+    try:
+        kept = msgspec.json.decode(path.read_bytes(), type=_Kept)
+    except (OSError, msgspec.MsgspecError):
+        return ()
+    return kept.standings if kept.swarm_id == swarm_id else ()

@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 
-from node.config import NodeConfig
 from node.paths import bundled
 from swarm_cli.options import ConfigFiles, HomeOption, Settings, resolve
 from swarm_cli.output import write_json
@@ -19,13 +18,15 @@ app = typer.Typer(no_args_is_help=True)
 @app.command()
 def show(config: ConfigFiles = None, setting: Settings = None, home: HomeOption = None) -> None:
     """Print the resolved configuration as JSON: defaults, files, environment and flags together."""
-    write_json(resolve(config, setting, home).model_dump(mode="json"))
+    write_json(resolve(config, setting, home).model_dump(mode="json"), indent=2)
 
 
 @app.command()
 def schema() -> None:
     """Print the JSON schema of the configuration; editors complete TOML with it."""
-    write_json(NodeConfig.model_json_schema())
+    from node.config import NodeConfig
+
+    write_json(NodeConfig.model_json_schema(), indent=2)
 
 
 @app.command()

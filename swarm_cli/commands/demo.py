@@ -8,52 +8,55 @@ gives the same metrics.
 
 from __future__ import annotations
 
-import shutil
+import os
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from node.events import Event, NodeStopped, StepDone
 from protocol.errors import ConfigError
-from swarm_cli.commands.run import progress_line
-from swarm_cli.demo.plan import DemoOptions, DemoPlan, make_plan
-from swarm_cli.demo.processes import EventTail, check_alive, running
-from swarm_cli.demo.report import node_report, read_events, result_table
-from swarm_cli.options import JsonOption, Settings, resolve
+from swarm_cli.options import JsonOption, Settings, parse_settings
 from swarm_cli.output import err, out, write_json
+
+if TYPE_CHECKING:
+    from node.events import Event
+    from swarm_cli.demo.plan import DemoPlan
+    from swarm_cli.demo.processes import EventTail
 
 __all__ = ["demo"]
 
 POLL_S = 0.25
-PROGRESS_EVERY = 10
+START_S = 120.0
 SECONDS_PER_STEP = 20.0
 """Deadline of the whole demo per step; far above any sound run."""
 
 
 def demo(
-    nodes: Annotated[int, typer.Option(help="Honest nodes, each with its own policy.")] = 3,
-    steps: Annotated[int, typer.Option(help="Optimiser steps of each node.")] = 100,
-    seed: Annotated[int, typer.Option(help="Seed of keys, prompts and sampling.")] = 1,
+    nodes: Annotated[int, typer.Option(min=1, max=16, help="Honest nodes, each with its own policy.")] = 3,
+    steps: Annotated[int, typer.Option(min=1, help="Optimiser steps of each node.")] = 80,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Seed of keys, universe of prompts, held-out prompts and sampling.")
+    ] = 1,
     transport: Annotated[
         str, typer.Option(help="hivemind (processes and sockets) or memory (simulation).")
     ] = "hivemind",
     with_liar: Annotated[
-        bool, typer.Option("--with-liar", help="Add a node that lies in three ways.")
+        bool, typer.Option("--with-liar", help="Add a node that lies in four ways.")
     ] = False,
     verify: Annotated[
-        bool, typer.Option("--verify/--no-verify", help="Believe peers without checking.")
+        bool, typer.Option("--verify/--no-verify", help="Check what peers send, or believe it.")
     ] = True,
     solo: Annotated[bool, typer.Option("--solo", help="Network off: each policy trains alone.")] = False,
     solo_groups: Annotated[
-        int | None, typer.Option(help="Own groups of a step with --solo.", show_default=False)
+        int | None, typer.Option(min=1, help="Own groups of a step with --solo.", show_default=False)
     ] = None,
     setting: Settings = None,
-    keep: Annotated[Path | None, typer.Option(help="Keep the run's folder here.", show_default=False)] = None,
+    keep: Annotated[
+        Path | None, typer.Option(help="Keep the run in this new folder.", show_default=False)
+    ] = None,
     screen: Annotated[
         bool, typer.Option("--screen/--no-screen", help="The live screen, on a terminal.")
     ] = True,
@@ -64,88 +67,102 @@ def demo(
         raise ConfigError(f"--transport {transport!r} is neither 'hivemind' nor 'memory'")
     if transport == "memory" and with_liar:
         raise ConfigError("--with-liar needs real processes; leave out --transport memory")
+    if solo and with_liar:
+        raise ConfigError("--with-liar needs a network to lie in; leave out --solo")
     if solo_groups is not None and not solo:
         raise ConfigError("--solo-groups only means something with --solo")
-    resolve(None, setting)  # refuse a wrong --set before anything is made
+    from swarm_cli.demo.folder import demo_folder
+    from swarm_cli.demo.plan import DemoOptions, check_settings, make_plan
+    from swarm_cli.demo.processes import signals_interrupt
+    from swarm_cli.demo.report import node_report, print_result, read_events
+
     options = DemoOptions(nodes, steps, seed, transport, with_liar, verify, solo, solo_groups)
-    settings = dict(item.partition("=")[::2] for item in setting or [])
-    root = keep or Path(tempfile.mkdtemp(prefix="swarm-demo-"))
+    settings = parse_settings(setting)
+    check_settings(options, settings)
     began_s = time.perf_counter()
-    try:
-        plan = make_plan(options, root, _now_ms(options), settings)
+    with signals_interrupt(), demo_folder(keep) as root:
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(root / "torch"))  # torch makes one on import
+        plan = make_plan(options, root, settings)
+        show = _progress(plan)
         if transport == "memory":
+            err.print(f"simulating {nodes} nodes in this process; loading torch takes some seconds")
             from swarm_cli.demo.simulate import simulate
 
-            simulate(plan, _progress())
+            simulate(plan, show)
         else:
-            _run_processes(plan, screen=screen and not json and sys.stdout.isatty())
+            _run_processes(plan, show, screen=screen and not json and sys.stdout.isatty())
         reports = [
             node_report(n.config.name, read_events(n.home.run(n.config.run).metrics)) for n in plan.honest
         ]
-    finally:
-        if keep is None:
-            shutil.rmtree(root, ignore_errors=True)
     wall_s = time.perf_counter() - began_s
     if json:
         write_json({"wall_s": round(wall_s, 1), "nodes": reports})
     else:
-        out.print(result_table(reports, wall_s))
+        print_result(out, reports, wall_s)
+        if keep is not None:
+            out.print(f"kept in {keep}", soft_wrap=True)
 
 
-def _now_ms(options: DemoOptions) -> int:
-    from node.clock import VIRTUAL_EPOCH_MS, SystemClock
+def _progress(plan: DemoPlan) -> Callable[[str, Event], None]:
+    """Prints the events worth a line, steps only now and then, names in a column."""
+    from swarm_cli.progress import demo_line
 
-    return VIRTUAL_EPOCH_MS if options.transport == "memory" else SystemClock().now_ms()
-
-
-def _progress() -> Callable[[str, Event], None]:
-    """Prints the events worth a line, steps only now and then."""
+    columns = max(len(node.config.name) for node in plan.nodes)
 
     def show(name: str, event: Event) -> None:
-        if isinstance(event, StepDone) and event.policy_version % PROGRESS_EVERY:
-            return
-        for line in progress_line(event).splitlines()[:1]:
-            err.print(f"{name:<9} {line}")
+        line = demo_line(event)
+        if line:
+            err.print(f"{name:<{columns}}  {line}")
 
     return show
 
 
-def _run_processes(plan: DemoPlan, *, screen: bool) -> None:
+def _run_processes(plan: DemoPlan, show: Callable[[str, Event], None], *, screen: bool) -> None:
+    from swarm_cli.demo.processes import EventTail, check_alive, running
+
     tails = {node.config.name: EventTail(node.home.run(node.config.run).metrics) for node in plan.honest}
     done: set[str] = set()
-    deadline_s = time.monotonic() + 60 + SECONDS_PER_STEP * plan.options.steps
-    show = _progress()
+    deadline_s = time.monotonic() + START_S + SECONDS_PER_STEP * plan.options.steps
     with running(plan.nodes) as children:
 
         def poll() -> bool:
             """Read new events; True once every honest node has finished its steps."""
             check_alive(plan.nodes, children)
+            _follow(tails, done, (lambda name, event: None) if screen else show)
             if time.monotonic() > deadline_s:
-                raise TimeoutError(
-                    f"the demo did not finish in time; waiting for {sorted(tails.keys() - done)}"
-                )
-            for name, tail in tails.items():
-                for event in tail.read():
-                    if not screen:
-                        show(name, event)
-                    if _is_last(event):
-                        done.add(name)
+                _fail_late(tails.keys() - done)
             return len(done) == len(tails)
 
         if screen:
-            _watch([node.home.socket(node.config.name) for node in plan.honest], poll)
+            from swarm_cli.dashboard.app import run_dashboard
+
+            sockets = [node.home.socket(node.config.name) for node in plan.honest]
+            if run_dashboard(sockets, until=poll) == "quit":
+                err.print("left before the end; stopping the nodes")
         else:
-            err.print(f"starting {len(plan.nodes)} nodes; logs in {plan.root}")
+            err.print(
+                f"starting {len(plan.nodes)} processes; loading torch takes each of them some seconds; "
+                f"logs in {plan.root}"
+            )
             while not poll():
                 time.sleep(POLL_S)
 
 
-def _is_last(event: Event) -> bool:
-    """The held-out evaluation after the last step, or the end of the node."""
-    return isinstance(event, NodeStopped) or getattr(event, "moment", "") == "after"
+def _follow(tails: dict[str, EventTail], done: set[str], show: Callable[[str, Event], None]) -> None:
+    """Hand on the new events of all nodes; a node is done with its evaluation after the last step."""
+    from node.events import Evaluated, NodeStopped
+    from swarm_cli.demo.processes import DemoError
+
+    for name, tail in tails.items():
+        for event in tail.read():
+            show(name, event)
+            if isinstance(event, Evaluated) and event.moment == "after":
+                done.add(name)
+            elif isinstance(event, NodeStopped) and name not in done:
+                raise DemoError(f"{name} stopped after {event.steps} steps: {event.reason}")
 
 
-def _watch(sockets: Sequence[Path], finished: Callable[[], bool]) -> None:
-    from swarm_cli.dashboard.app import run_dashboard
+def _fail_late(waiting: set[str]) -> None:
+    from swarm_cli.demo.processes import DemoError
 
-    run_dashboard(sockets, until=finished)
+    raise DemoError(f"the demo did not finish in time; waiting for {', '.join(sorted(waiting))}")

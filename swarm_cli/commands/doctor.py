@@ -6,27 +6,38 @@ failed. Heavy imports happen inside the checks that need them. Not for repairing
 
 from __future__ import annotations
 
-import asyncio
 import importlib.metadata
+import os
 import shutil
-import stat
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import msgspec
 import typer
 
-from node.config import NodeConfig
 from node.paths import Home
-from protocol.errors import SwarmError
+from protocol.errors import KeyFileError, SwarmError
 from swarm_cli.options import ConfigFiles, HomeOption, JsonOption, Settings, resolve
 from swarm_cli.output import out, write_json
 
-__all__ = ["Finding", "check_clock", "check_disk", "check_imports", "check_key", "check_versions", "doctor"]
+if TYPE_CHECKING:
+    from node.config import NodeConfig
+
+__all__ = [
+    "Finding",
+    "check_charter",
+    "check_clock",
+    "check_home",
+    "check_imports",
+    "check_key",
+    "check_listen",
+    "check_versions",
+    "doctor",
+]
 
 FLOORS = {"torch": (2, 10), "transformers": (5, 3), "cryptography": (45,), "hivemind": (1, 1, 12)}
 """Oldest safe versions: torch CVE-2026-24747, transformers CVE-2026-4372."""
@@ -36,7 +47,8 @@ RELEASED_S = 1_790_000_000
 MAX_SKEW_S = 3.0
 
 
-class Finding(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class Finding:
     """Result of one check. `fix` is what to do, "" when all is well."""
 
     check: str
@@ -50,20 +62,24 @@ def doctor(
     setting: Settings = None,
     home: HomeOption = None,
     peer: Annotated[
-        str | None, typer.Option(help="Address of a node: also test reaching it and compare clocks.")
+        str | None,
+        typer.Option(help="Address of a node: also test reaching it and compare clocks.", show_default=False),
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Check versions, imports, network daemon, sandbox, clock, disk, key and policy."""
+    """Check all that could break a start: versions, home, key, charter, policy, sandbox, network, clock."""
     resolved = resolve(config, setting, home)
+    place = Home(resolved.home)
     checks: list[Callable[[], Finding]] = [
         check_versions,
         check_imports,
-        lambda: check_key(Home(resolved.home).key),
-        lambda: check_disk(resolved.home, shutil.disk_usage(_existing(resolved.home)).free),
+        lambda: check_home(place, shutil.disk_usage(_existing(place.root)).free),
+        lambda: check_key(place.key),
+        lambda: check_charter(resolved),
+        lambda: check_listen(resolved.network.listen),
         lambda: _check_policy(resolved),
         _check_sandbox,
-        lambda: asyncio.run(_check_network(peer)),
+        lambda: _check_network(peer),
     ]
     findings = []
     for check in checks:
@@ -71,10 +87,9 @@ def doctor(
         findings.append(finding)
         if not json:
             mark = "ok  " if finding.ok else "FAIL"
-            out.print(
-                f"{mark} {finding.check}: {finding.detail}"
-                + (f"\n     -> {finding.fix}" if finding.fix else "")
-            )
+            out.print(f"{mark} {finding.check}: {finding.detail}", soft_wrap=True)
+            if finding.fix:
+                out.print(f"     -> {finding.fix}", soft_wrap=True)
     if json:
         write_json(findings)
     if not all(finding.ok for finding in findings):
@@ -115,22 +130,56 @@ def check_imports() -> Finding:
     return Finding("imports", True, f"node and protocol come from {here}")
 
 
-def check_key(path: Path) -> Finding:
-    """The identity key is readable by its owner only, or not made yet."""
-    if not path.exists():
-        return Finding("key", True, f"no key yet; the first run makes {path}")
-    mode = stat.S_IMODE(path.stat().st_mode)
-    if mode & 0o077:
-        return Finding("key", False, f"{path} has mode {mode:04o}, others can read it", f"chmod 600 {path}")
-    return Finding("key", True, f"{path} is yours alone")
+def check_home(home: Home, free_bytes: int) -> Finding:
+    """The home can be written, its socket path is short enough, nobody runs in it, and there is room."""
+    from node.lock import is_held
 
-
-def check_disk(home: Path, free_bytes: int) -> Finding:
-    """Room for checkpoints."""
-    detail = f"{free_bytes / 2**30:.1f} GiB free at {home}"
+    detail = f"{home.root}, {free_bytes / 2**30:.1f} GiB free"
+    if not os.access(_existing(home.root), os.W_OK | os.X_OK) or not _existing(home.root).is_dir():
+        return Finding("home", False, f"{home.root} cannot be written", "choose another with SWARM_HOME")
+    try:
+        home.socket("node")
+    except SwarmError as error:
+        return Finding("home", False, str(error), "choose a shorter SWARM_HOME")
     if free_bytes < MIN_FREE_BYTES:
-        return Finding("disk", False, detail, "free at least 2 GiB, or set SWARM_HOME to another disk")
-    return Finding("disk", True, detail)
+        return Finding("home", False, detail, "free at least 2 GiB, or set SWARM_HOME to another disk")
+    if is_held(home.lock):
+        return Finding("home", True, f"{detail}; a node runs here now, a second one needs another SWARM_HOME")
+    return Finding("home", True, detail)
+
+
+def check_key(path: Path) -> Finding:
+    """The identity key can be used, or is not made yet."""
+    from node.keys import load_key
+
+    if not os.path.lexists(path):
+        return Finding("key", True, f"no key yet; the first run makes {path}")
+    try:
+        return Finding("key", True, f"{load_key(path).peer_id}, {path} is yours alone")
+    except KeyFileError as error:
+        return Finding("key", False, str(error), "mend or move away the key file")
+
+
+def check_charter(config: NodeConfig) -> Finding:
+    """The charter that a run would use is signed and consistent."""
+    from node.build import inspect_charter
+
+    try:
+        path, name = inspect_charter(config)
+    except SwarmError as error:
+        return Finding("charter", False, str(error), "ask for the charter again: swarm join ADDRESS")
+    return Finding("charter", True, f"{name} ({path})")
+
+
+def check_listen(listen: str) -> Finding:
+    """The port to listen on is free."""
+    from node.transport import require_free
+
+    try:
+        require_free(listen)
+    except SwarmError as error:
+        return Finding("listen", False, str(error), "set network.listen")
+    return Finding("listen", True, f"{listen} is free")
 
 
 def check_clock(now_s: float, skew_s: float | None) -> Finding:
@@ -148,15 +197,16 @@ def check_clock(now_s: float, skew_s: float | None) -> Finding:
 
 
 def _check_policy(config: NodeConfig) -> Finding:
+    from node.build import device_of
     from node.rollout.policy import Policy
 
+    fix = "set policy.path to a model folder, or: swarm model make-tiny"
     try:
         policy = Policy.open(config.policy.folder())
-    except SwarmError as error:
-        return Finding(
-            "policy", False, str(error), "set policy.path to a model folder, or: swarm model make-tiny"
-        )
-    return Finding("policy", True, f"{policy.path} ({policy.params / 1e6:.2f} M parameters)")
+        device = device_of(config)
+    except (SwarmError, ImportError) as error:
+        return Finding("policy", False, str(error), fix)
+    return Finding("policy", True, f"{policy.path} ({policy.params / 1e6:.2f} M parameters), on {device}")
 
 
 def _check_sandbox() -> Finding:
@@ -170,20 +220,31 @@ def _check_sandbox() -> Finding:
         return Finding("sandbox", False, str(error), "run where user namespaces or seccomp are allowed")
 
 
-async def _check_network(peer: str | None) -> Finding:
-    from node.main import measure_skew_s, open_alone
+def _check_network(peer: str | None) -> Finding:
+    import asyncio
 
-    began_s = time.perf_counter()
+    from node.main import measure_skew_s, open_alone
+    from node.transport import peer_id_of
+
+    async def check(folder: Path) -> Finding:
+        began_s = time.perf_counter()
+        async with open_alone(folder) as transport:
+            detail = f"the daemon starts in {time.perf_counter() - began_s:.1f} s"
+            if peer is None:
+                clock = check_clock(time.time(), None)
+                return Finding("network", clock.ok, f"{detail}; clock {clock.detail}", clock.fix)
+            clock = check_clock(time.time(), await measure_skew_s(transport, peer))
+            return Finding("network", clock.ok, f"{detail}; {peer} answers, clock {clock.detail}", clock.fix)
+
     try:
+        if peer is not None:
+            peer_id_of(peer)
         with tempfile.TemporaryDirectory() as folder:
-            async with open_alone(Path(folder)) as transport:
-                detail = f"p2pd starts in {time.perf_counter() - began_s:.1f} s"
-                if peer is None:
-                    return Finding("network", True, detail)
-                clock = check_clock(time.time(), await measure_skew_s(transport, peer))
-                return Finding(
-                    "network", clock.ok, f"{detail}, {peer} answers, clock {clock.detail}", clock.fix
-                )
+            return asyncio.run(check(Path(folder)))
+    except ImportError as error:
+        return Finding(
+            "network", False, f"hivemind cannot be imported: {error}", "pip install 'murmuration[node]'"
+        )
     except SwarmError as error:
         return Finding(
             "network", False, str(error), "check the address and the firewall; TCP must be open outwards"
@@ -191,4 +252,4 @@ async def _check_network(peer: str | None) -> Finding:
 
 
 def _existing(path: Path) -> Path:
-    return next(p for p in (path, *path.parents) if p.exists())
+    return next(each for each in (path, *path.absolute().parents) if each.exists())

@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from swarm_cli.commands.run import run_here
+from protocol.errors import ConfigError
+from swarm_cli.commands.run import NameOption, StepsOption, run_here
 from swarm_cli.options import ConfigFiles, HomeOption, JsonOption, Settings, resolve
 from swarm_cli.output import err
 
@@ -18,16 +19,27 @@ def join(
     config: ConfigFiles = None,
     setting: Settings = None,
     home: HomeOption = None,
-    name: Annotated[str | None, typer.Option(help="Name shown to others.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Optimiser steps.")] = None,
+    name: NameOption = None,
+    steps: StepsOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Join the swarm that the node at ADDRESS belongs to."""
+    """Run a node in the swarm that the node at ADDRESS belongs to."""
     resolved = resolve(config, setting, home, name=name, train__steps=steps)
-    err.print(f"asking {address} for its charter")
+    if resolved.network.transport != "hivemind":
+        raise ConfigError(f"network.transport is {resolved.network.transport!r}; joining needs 'hivemind'")
+    from node.events import inert
     from node.main import fetch_charter_from
+    from node.paths import Home
+    from node.transport import peer_id_of
+    from protocol.charter import swarm_id
 
-    path = fetch_charter_from(address, resolved)
+    peer_id_of(address)
+    err.print(f"asking {address} for its charter")
+    charter = fetch_charter_from(address, resolved)
+    access = f"closed, {len(charter.members)} members" if charter.members else "open to everybody"
+    tasks = ", ".join(spec.name for spec in charter.environments)
+    err.print(f"swarm {inert(charter.name)} ({swarm_id(charter)[:12]}), {access}; trains on {inert(tasks)}")
     bootstraps = tuple(dict.fromkeys((address, *resolved.network.bootstraps)))
     network = resolved.network.model_copy(update={"bootstraps": bootstraps})
-    run_here(resolved.model_copy(update={"network": network, "charter": str(path)}), json=json)
+    kept = str(Home(resolved.home).charter)
+    run_here(resolved.model_copy(update={"network": network, "charter": kept}), json=json)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import typer
 
-from node.keys import create_key, load_key
-from node.paths import Home
 from swarm_cli.options import HomeOption, JsonOption, resolve
 from swarm_cli.output import write_json
+
+if TYPE_CHECKING:
+    from node.paths import Home
 
 __all__ = ["app"]
 
@@ -17,15 +20,25 @@ app = typer.Typer(no_args_is_help=True)
 @app.command()
 def new(home: HomeOption = None, json: JsonOption = False) -> None:
     """Create the identity key (mode 0600); refuses to overwrite one."""
-    place = Home(resolve(None, None, home).home).create()
+    from node.keys import create_key
+
+    place = _home(home).create()
     _tell(create_key(place.key).peer_id, str(place.key), json)
 
 
 @app.command()
 def show(home: HomeOption = None, json: JsonOption = False) -> None:
     """Show the peer id of this node's key."""
-    place = Home(resolve(None, None, home).home)
+    from node.keys import load_key
+
+    place = _home(home)
     _tell(load_key(place.key).peer_id, str(place.key), json)
+
+
+def _home(home: HomeOption) -> Home:
+    from node.paths import Home
+
+    return Home(resolve(None, None, home).home)
 
 
 def _tell(peer_id: str, path: str, json: bool) -> None:

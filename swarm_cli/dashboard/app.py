@@ -66,6 +66,7 @@ class MonitorApp(App[Outcome]):
         Binding("i", "identity", "Id", id="node.identity"),
         Binding("question_mark,f1", "help", "Help", key_display="?", id="app.help"),
         Binding("q", "leave", "Quit", id="app.quit"),
+        Binding("ctrl+c", "leave", "Quit", show=False, priority=True, id="app.interrupt"),
     ]
 
     def __init__(self, feeds: Sequence[Feed], *, until: Callable[[], bool] | None = None) -> None:

@@ -49,7 +49,8 @@ __all__ = ["LiarNode", "main"]
 PACE_S = 0.25
 """One lie in this time: about as many groups as an honest node sends."""
 LIES = (*5 * (Lie.FALSE_REWARD, Lie.EASY_QUESTION), Lie.WRONG_INDEX)
-"""In turn. A wrong index is seen in the announcement already, so it is rare: receivers would fetch nothing else."""
+"""In turn. A wrong index is seen in the announcement already, so it is rare: receivers would fetch nothing
+else."""
 KEPT_GROUPS = 512
 FETCH_S = 5.0
 
@@ -118,9 +119,10 @@ class LiarNode:
             compute=ThreadCompute(),
             clock=clock,
             bus=EventBus(),
-            gauge=StageGauge("rollout", clock),
+            gauge=StageGauge("rollout", clock, "a lie"),
             out=asyncio.Queue(1),
             publish=self._never,
+            max_body_bytes=MAX_BLOB_BYTES,
         )
 
     async def _never(self, group: RolloutGroup) -> None:

@@ -2,14 +2,16 @@
 nothing.
 
 Every node gets a home of its own under the demo's folder, and a complete configuration; the nodes then run
-exactly as a user's `swarm run --config <home>/node.json` would. With a seed the keys, and so the prompts, are
-the same again.
+exactly as a user's `swarm run --config <home>/node.json` would. The seed gives the keys and the charter, and
+so the universe of prompts and the held-out ones: demos with the same seed (`--solo`, `--no-verify`) are
+comparable.
 """
 
 from __future__ import annotations
 
 import hashlib
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -24,9 +26,25 @@ from protocol.errors import ConfigError
 from protocol.identity import Identity
 from protocol.messages import Charter
 
-__all__ = ["DemoOptions", "DemoPlan", "DemoRole", "PlannedNode", "make_plan"]
+__all__ = ["DemoOptions", "DemoPlan", "DemoRole", "PlannedNode", "check_settings", "make_plan"]
 
 MODELS = ("wren", "starling", "rook")
+FOUNDED_AT = 1_767_225_600_000
+"""Founding time of every demo swarm (2026-01-01): a charter's hash, and with it all prompts, depends on
+it."""
+OWN_KEYS = {
+    "name": "",
+    "home": "--keep",
+    "charter": "",
+    "seed": "--seed",
+    "policy.path": "",
+    "network.transport": "--transport or --solo",
+    "network.listen": "",
+    "network.bootstraps": "",
+    "train.steps": "--steps",
+    "verify.enabled": "--no-verify",
+}
+"""Config keys that the demo gives each node, and the option to use instead."""
 
 
 class DemoRole(StrEnum):
@@ -41,14 +59,13 @@ class DemoOptions:
     """The command line of `swarm demo`."""
 
     nodes: int = 3
-    steps: int = 100
+    steps: int = 80
     seed: int = 1
     transport: str = "hivemind"
     with_liar: bool = False
     verify: bool = True
     solo: bool = False
     solo_groups: int | None = None
-    engine: str = "transformers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,25 +96,36 @@ class DemoPlan:
         return tuple(node for node in self.nodes if node.role is DemoRole.NODE)
 
 
-def make_plan(options: DemoOptions, root: Path, now_ms: int, settings: dict[str, Any]) -> DemoPlan:
+def check_settings(options: DemoOptions, settings: Mapping[str, Any]) -> None:
+    """Refuse what the demo decides itself, and what no node could run with. Raises ConfigError."""
+    for key in settings:
+        if key in OWN_KEYS:
+            hint = OWN_KEYS[key]
+            raise ConfigError(f"--set {key}: the demo sets this itself" + (f"; use {hint}" if hint else ""))
+        if options.solo and key in ("train.external_groups", "train.local_groups"):
+            raise ConfigError(f"--set {key}: --solo sets this itself; use --solo-groups")
+    load_config([Path("demo.toml")], settings)
+
+
+def make_plan(options: DemoOptions, root: Path, settings: Mapping[str, Any]) -> DemoPlan:
     """Keys, ports, charter and configurations, written under `root`. Raises ConfigError."""
-    if not 1 <= options.nodes <= 16:
-        raise ConfigError(f"--nodes {options.nodes} is outside 1 to 16")
     names = [_node_name(number) for number in range(options.nodes)] + ["liar"] * options.with_liar
     identities = [Identity.from_seed(_seed_bytes(options.seed, name)) for name in names]
-    charter = found(identities[0], bundled("demo-charter.toml").read_text(encoding="utf-8"), now_ms)
+    charter = found(identities[0], bundled("demo-charter.toml").read_text(encoding="utf-8"), FOUNDED_AT)
     addresses = _addresses(options.transport, identities)
     nodes = []
     for number, (name, identity, address) in enumerate(zip(names, identities, addresses, strict=True)):
         role = DemoRole.LIAR if name == "liar" else DemoRole.NODE
         home = Home(root / name).create()
+        home.socket(name)
         create_key(home.key, identity)
         write_atomically(home.charter, charter_bytes(charter))
         config = load_config(
             [Path("demo.toml")],
             {
                 **settings,
-                **_overrides(options, number, name, home, addresses[:number], address),
+                # Only the first node is known beforehand; the others are found through it.
+                **_overrides(options, number, name, home, addresses[: min(number, 1)], address),
             },
         )
         write_atomically(home.root / "node.json", config.model_dump_json(indent=2).encode())
@@ -114,7 +142,6 @@ def _overrides(
         "charter": str(home.charter),
         "seed": options.seed * 1000 + number,
         "policy.path": f"models/{MODELS[number % len(MODELS)]}",
-        "rollout.engine": options.engine,
         "network.transport": "none" if options.solo else options.transport,
         "network.listen": address.partition("/p2p/")[0],
         "network.bootstraps": bootstraps,

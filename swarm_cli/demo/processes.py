@@ -1,8 +1,8 @@
 """The demo's processes: start them, follow their event streams, stop them, leave nothing behind.
 
 Every child leads a process group of its own, so stopping one takes its network daemon and scoring worker with
-it; children are told to end with SIGTERM, and killed when they do not within `STOP_S`. Not for what the nodes
-do.
+it; children are told to end with SIGTERM, and killed when they do not within `STOP_S`. A child whose parent
+is gone, even by `kill -9`, gets SIGTERM from the kernel. Not for what the nodes do.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 
-from node.events import Event, decode_event
+from node.events import Event, decode_event, inert
+from node.sandbox.linux import set_parent_death_signal
 from protocol.errors import SwarmError
 from swarm_cli.demo.plan import DemoRole, PlannedNode
 
-__all__ = ["DemoError", "EventTail", "check_alive", "running", "stop"]
+__all__ = ["DemoError", "EventTail", "check_alive", "running", "signals_interrupt", "stop"]
 
 STOP_S = 8.0
+MAX_WORDS_CHARS = 400
 
 
 class DemoError(SwarmError):
@@ -49,11 +52,32 @@ class EventTail:
 
 
 @contextlib.contextmanager
+def signals_interrupt() -> Iterator[None]:
+    """Ctrl-C, SIGTERM and a closed terminal all raise KeyboardInterrupt in the block, so that all is cleaned
+    up. A handler of our own: Python's default one is replaced by asyncio, and the screen then ends without a
+    word. A signal that is ignored (SIGINT in the background of a script) stays so."""
+    before = {
+        number: signal.signal(number, _interrupt)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) is not signal.SIG_IGN
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
 def running(nodes: Sequence[PlannedNode]) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Start a process per node; on leaving, stop them all."""
     children: list[subprocess.Popen[bytes]] = []
     try:
-        children.extend(_start(node) for node in nodes)
+        children.extend(_start(node) for node in nodes)  # one by one: what has started is stopped
         yield children
     finally:
         stop(children)
@@ -64,38 +88,58 @@ def _start(node: PlannedNode) -> subprocess.Popen[bytes]:
     module = ["swarm_cli", "run", "--config", config]
     if node.role is DemoRole.LIAR:
         module = ["swarm_cli.demo.liar_node", config]
-    log = (node.home.root / "output.log").open("wb")
-    with log:
+    # SWARM_... variables are in the configuration already, where the demo's own values replaced them.
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("SWARM_")}
+    parent = os.getpid()
+
+    def die_with_parent() -> None:
+        set_parent_death_signal(signal.SIGTERM)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    with _log(node).open("wb") as log:
         return subprocess.Popen(
             [sys.executable, "-m", *module],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
+            preexec_fn=die_with_parent,
+            env={**environment, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
         )
+
+
+def _log(node: PlannedNode) -> Path:
+    return node.home.root / "output.log"
 
 
 def check_alive(nodes: Sequence[PlannedNode], children: Sequence[subprocess.Popen[bytes]]) -> None:
     """Raise DemoError when a process has ended by itself with an error."""
     for node, child in zip(nodes, children, strict=True):
         if child.poll() not in (None, 0):
-            lines = (node.home.root / "output.log").read_text(encoding="utf-8", errors="replace").splitlines()
+            text = _log(node).read_text(encoding="utf-8", errors="replace")
+            words = [line.strip() for line in text.splitlines() if line.strip()] or ["none"]
+            last = inert(words[-1].removeprefix("swarm: "), MAX_WORDS_CHARS)
             raise DemoError(
-                f"{node.config.name} ended with code {child.returncode}: {' | '.join(lines[-4:])}"
+                f"{node.config.name} failed with exit code {child.returncode}, its last words: {last!r}; "
+                "--keep FOLDER keeps its whole log"
             )
 
 
 def stop(children: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End the processes and all they started."""
-    for child in children:
-        if child.poll() is None:
-            child.send_signal(signal.SIGTERM)
-    deadline_s = time.monotonic() + STOP_S
-    for child in children:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(max(0.1, deadline_s - time.monotonic()))
-    for child in children:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
+    """End the processes and all they started. An interrupt meanwhile ends the patience, not the work."""
+    try:
+        for child in children:
+            if child.poll() is None:
+                child.send_signal(signal.SIGTERM)
+        deadline_s = time.monotonic() + STOP_S
+        for child in children:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(max(0.1, deadline_s - time.monotonic()))
+    except KeyboardInterrupt:
+        pass
+    finally:
+        for child in children:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()

@@ -12,11 +12,19 @@ from statistics import fmean
 from typing import Any
 
 import msgspec
+from rich import box
+from rich.console import Console
 from rich.table import Table
 
-from node.events import Evaluated, Event, Health, NodeStarted, PeersSeen, StepDone, decode_event
+from node.events import Evaluated, Event, Health, NodeStarted, PeersSeen, StepDone, decode_event, inert
 
-__all__ = ["node_report", "read_events", "result_table"]
+__all__ = ["node_report", "print_result", "read_events", "refusal_lines"]
+
+MAX_REASONS = 4
+LEGEND = (
+    "before, after: held-out accuracy at T = 1. own, peers': groups trained on.\n"
+    "shared: prompts that a peer answered too. staleness: versions behind, mean over the groups."
+)
 
 
 def read_events(metrics: Path) -> list[Event]:
@@ -79,32 +87,51 @@ def node_report(name: str, events: Iterable[Event]) -> dict[str, Any]:
     }
 
 
-def result_table(nodes: Sequence[dict[str, Any]], wall_s: float) -> Table:
-    """The table at the end of `swarm demo`."""
-    table = Table(
-        "node", "params", "steps", "held-out before", "after", "gain", "own", "peers'", "shared", "staleness",
-        "refused", title=f"swarm demo, {wall_s:.0f} s", title_justify="left",
-    )  # fmt: skip
-    names = {node["peer_id"]: node["name"] for node in nodes}
+def print_result(out: Console, nodes: Sequence[dict[str, Any]], wall_s: float) -> None:
+    """The end of `swarm demo`: one row a node, then who refused what of whom."""
+    out.print(f"swarm demo, {wall_s:.0f} s")
+    out.print(_table(nodes))
+    out.print(LEGEND)
+    for line in refusal_lines(nodes):
+        out.print(line, soft_wrap=True)
+
+
+def _table(nodes: Sequence[dict[str, Any]]) -> Table:
+    """At most 90 columns wide."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("node")
+    for name in ("params", "steps", "before", "after", "gain", "own", "peers'", "shared", "staleness"):
+        table.add_column(name, justify="right", no_wrap=True)
     for node in nodes:
         before, after = node["eval_first"], node["eval_last"]
-        refused = [
-            f"{names.get(peer, counts['name'])} {sum(counts['rejected'].values())} "
-            f"({', '.join(sorted(counts['rejected'], key=counts['rejected'].get, reverse=True)[:3])})"
-            for peer, counts in node["by_peer"].items()
-            if sum(counts["rejected"].values())
-        ]
         table.add_row(
             node["name"],
             f"{node['params'] / 1e6:.2f} M",
             str(node["steps"]),
-            "-" if before is None else f"{before:.3f}",
-            "-" if after is None else f"{after:.3f}",
+            _share(before),
+            _share(after),
             "-" if before is None or after is None else f"{after - before:+.3f}",
             str(node["groups_local"]),
             str(node["groups_external"]),
             str(node["prompts_shared"]),
             f"{node['staleness_mean']:.1f}",
-            "; ".join(refused) or "-",
         )
     return table
+
+
+def refusal_lines(nodes: Sequence[dict[str, Any]]) -> list[str]:
+    """Per node, what it refused of whom and why, most frequent reason first."""
+    names = {node["peer_id"]: node["name"] for node in nodes}
+    lines = []
+    for node in nodes:
+        for peer, counts in node["by_peer"].items():
+            reasons = sorted(counts["rejected"].items(), key=lambda entry: (-entry[1], entry[0]))
+            if reasons:
+                why = ", ".join(f"{reason} {count}" for reason, count in reasons[:MAX_REASONS])
+                name = inert(names.get(peer, counts["name"]))
+                lines.append(f"{node['name']} refused {sum(counts['rejected'].values())} of {name}: {why}")
+    return lines
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

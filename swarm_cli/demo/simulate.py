@@ -7,6 +7,7 @@ events, measured seconds aside. Not a benchmark: virtual time says nothing about
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Callable
 
 import torch
@@ -18,6 +19,7 @@ from node.build import (
     open_environments,
     open_policy,
     open_sandbox,
+    require_strength,
     train_settings,
 )
 from node.clock import VirtualClock, run_virtual
@@ -26,6 +28,7 @@ from node.events import Event, EventBus
 from node.node import Node, NodeParts
 from node.sandbox.scorer import Scorer
 from node.state import MemorySequence, MemoryWindows
+from node.supervise import sole_cause
 from node.telemetry import JsonlSink
 from node.train.step import Trainer
 from node.transport.links import LINKS
@@ -38,25 +41,37 @@ from swarm_cli.demo.plan import DemoPlan, PlannedNode
 
 __all__ = ["simulate"]
 
-COSTS_S = {"generate": 0.15, "train": 0.2, "score": 0.005, "verify": 0.01, "evaluate": 1.0, "disk": 0.05}
+COSTS_S = {"generate": 0.15, "train": 0.2, "score": 0.005, "verify": 0.01, "evaluate": 1.0}
 STOP_AFTER_S = 3.0
 """Virtual seconds in which the last node's announcements still reach the others."""
 
 
 def simulate(plan: DemoPlan, show: Callable[[str, Event], None]) -> None:
-    """Run all nodes of `plan` to their end; events go to each node's metrics.jsonl and to `show`."""
+    """Run all nodes of `plan` to their end; events go to each node's metrics.jsonl and to `show`. A signal
+    that would end the process cancels them in order, and then raises KeyboardInterrupt."""
     torch.set_num_threads(1)
     torch.manual_seed(plan.options.seed)
-    run_virtual(_simulate(plan, show))
+    try:
+        run_virtual(_simulate(plan, show))
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+    except BaseExceptionGroup as group:
+        raise sole_cause(group) from None
 
 
 async def _simulate(plan: DemoPlan, show: Callable[[str, Event], None]) -> None:
+    loop, simulation = asyncio.get_running_loop(), asyncio.current_task()
+    if simulation is not None:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, simulation.cancel)
     clock = VirtualClock()
     network = MemoryNetwork(plan.options.seed, LINKS["home"], clock)
     charter = load_charter(plan.nodes[0].config, plan.nodes[0].identity, clock.now_ms())
-    sandbox = open_sandbox(plan.nodes[0].config, charter, open_environments(charter))
+    sandbox = open_sandbox(plan.nodes[0].config, charter)
     sinks: list[JsonlSink] = []
     try:
+        sandbox.start()
+        require_strength(sandbox, open_environments(charter))
         nodes = [
             await _build(planned, charter, sandbox, network, clock, show, sinks) for planned in plan.honest
         ]
@@ -116,6 +131,7 @@ async def _build(
         sequence=MemorySequence(clock.now_ms()),
         replay=ReplayCache(),
         windows=MemoryWindows(),
+        standings=(),
         clock=clock,
         compute=InlineCompute(COSTS_S),
         bus=bus,

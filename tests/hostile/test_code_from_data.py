@@ -1,7 +1,8 @@
 """No package of ours can run code from data (checklist item 6): a search through the sources, and the audit
-hook.
+hook. Nor can anything expand (item 4), because nothing is compressed.
 
-What the search bans: unpicklers of every name, `torch.load`, `yaml.load`, `allow_pickle`, `eval` and `exec`.
+What the search bans: unpicklers of every name, `torch.load`, `yaml.load`, `allow_pickle`, `eval` and `exec`,
+and every decompressor.
 """
 
 from __future__ import annotations
@@ -17,9 +18,15 @@ from tests.hostile import audit
 
 ROOT = Path(__file__).parents[2]
 
-BANNED_MODULES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+UNPICKLERS = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+DECOMPRESSORS = {"zstandard", "zstd", "gzip", "lzma", "bz2", "brotli", "lz4", "snappy"}
+"""`zlib` is not among them: its checksums are allowed."""
+BANNED_MODULES = UNPICKLERS | DECOMPRESSORS
 BANNED_BUILTINS = {"eval", "exec"}
-BANNED_MEMBERS = {("torch", "load"), ("yaml", "load"), ("builtins", "eval"), ("builtins", "exec")}
+BANNED_MEMBERS = {
+    *(("torch", "load"), ("yaml", "load"), ("builtins", "eval"), ("builtins", "exec")),
+    *(("zlib", "decompress"), ("zlib", "decompressobj")),
+}
 
 
 def violations(source: str) -> list[str]:
@@ -89,6 +96,13 @@ def test_6_module_cannot_run_code_from_data(path: Path) -> None:
         "joblib.load(path)",
         "shelve.open(path)",
         "torch.serialization.pickle.loads(x)",
+        "import zstandard",
+        "from gzip import decompress",
+        "lzma.decompress(x)",
+        "import bz2 as b",
+        "zlib.decompress(x)",
+        "zlib.decompressobj()",
+        "from zlib import decompress",
     ],
 )
 def test_6_the_search_finds(source: str) -> None:
@@ -96,7 +110,8 @@ def test_6_the_search_finds(source: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "source", ["model.eval()", "safetensors.torch.load(data)", "self.load(x)", "yaml.safe_load(x)"]
+    "source",
+    ["model.eval()", "safetensors.torch.load(data)", "self.load(x)", "yaml.safe_load(x)", "zlib.crc32(x)"],
 )
 def test_6_the_search_lets_pass(source: str) -> None:
     assert violations(source) == []

@@ -7,24 +7,30 @@ goes on to accept an honest group.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
+import socket
 import string
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
+import psutil
 import pytest
 
 from node.compute import InlineCompute
 from node.rollout.environment import DEMO_ENVIRONMENTS, open_environment
 from node.rollout.prompts import Universe
-from node.sandbox.scorer import Scorer
+from node.sandbox import Layer, SandboxLimits
+from node.sandbox.scorer import ScoredGroup, ScoreFailure, Scorer
 from node.verify.base import Candidate, Judgement
 from node.verify.pipeline import Verifier
+from node.verify.reward import GroupScorer
 from protocol.charter import swarm_id
 from protocol.codec import encode
 from protocol.messages import (
@@ -90,7 +96,7 @@ def verifier(scorer: Scorer) -> Verifier:
     return make_verifier(scorer)
 
 
-def make_verifier(scorer: Scorer, *, enabled: bool = True) -> Verifier:
+def make_verifier(scorer: GroupScorer, *, enabled: bool = True) -> Verifier:
     return Verifier(
         CHARTER,
         SWARM_ID,
@@ -206,15 +212,108 @@ async def test_prompts_not_derived_from_swarm_window_and_peer(verifier, prompt):
     assert await refused(verifier, lie) == "tampered_prompt"
 
 
-async def test_an_answer_that_is_a_program_is_scored_without_harm(verifier, tmp_path):
-    """countdown evaluates the answer. Weak sandboxes refuse the task, which blames nobody."""
-    target = tmp_path / "touched"
+# --- answers that are programs: countdown evaluates what it is given ----------------------------------------
+
+LIMITS = SandboxLimits(cpu_s=1, wall_s=4.0)
+WALLS = {"everything": tuple(Layer), "walls alone": tuple(set(Layer) - {Layer.DETECTION})}
+
+
+@pytest.fixture(scope="module")
+def sandboxes() -> Iterator[dict[str, Scorer]]:
+    """Behind all layers the answer is refused before it runs; behind the walls alone it does run."""
+    with contextlib.ExitStack() as stack:
+        yield {
+            name: stack.enter_context(Scorer(CHARTER.environments, LIMITS, layers=layers))
+            for name, layers in WALLS.items()
+        }
+
+
+@pytest.fixture(params=WALLS)
+def sandbox(request: pytest.FixtureRequest, sandboxes: dict[str, Scorer]) -> Scorer:
+    found = sandboxes[request.param]
+    if not found.report.may_evaluate:
+        pytest.skip(f"this machine refuses tasks that evaluate answers: {found.report.missing}")
+    return found
+
+
+class Overheard:
+    """The real sandbox; `last` is what it said."""
+
+    def __init__(self, sandbox: Scorer) -> None:
+        self._sandbox = sandbox
+        self.last: ScoredGroup | ScoreFailure | None = None
+
+    def score(self, *group: Any) -> ScoredGroup | ScoreFailure:
+        self.last = self._sandbox.score(*group)
+        return self.last
+
+
+async def attack(sandbox: Scorer, source: str) -> None:
+    """Judge an answer that runs `source` and then exits with status 42; where it fails, with 7. So it never
+    scores as a merely wrong answer, and a wall that gave way would be seen."""
+    program = f"import os\ntry: {source}\nexcept BaseException: os._exit(7)\nos._exit(42)"
+    reason, said = await judge_answer(sandbox, f"exec({program!r})")
+    assert said.detail != "exit status 42", f"the attack succeeded: {source}"
+    if Layer.DETECTION in sandbox.report.layers:
+        assert reason == "scorer_forbidden"
+
+
+async def judge_answer(sandbox: Scorer, answer: str) -> tuple[str, ScoreFailure]:
+    """The reason for refusing a group with this answer; an honest group on the same task is then accepted."""
+    overheard = Overheard(sandbox)
+    verifier = make_verifier(overheard)
     group = honest(MALLORY, 0, COUNTDOWN)
-    attack = written(f"__import__('os').system('touch {target}')", 1.0)
-    judgement = await verifier.judge(candidate(replace(group, rollouts=(attack, *group.rollouts[1:]))))
-    assert not judgement.accepted
-    assert judgement.reason in {"scorer_forbidden", "scorer_crashed", "false_reward", "scorer_refused"}
-    assert not target.exists()
+    lie = replace(group, rollouts=(written(answer, 1.0), *group.rollouts[1:]))
+    judgement = await verifier.judge(candidate(lie))
+    assert (judgement.accepted, judgement.blames_author) == (False, True)
+    assert judgement.checks[-1].check == "reward"
+    assert judgement.reason in {"scorer_forbidden", "scorer_crashed", "scorer_timeout"}
+    said = overheard.last
+    assert isinstance(said, ScoreFailure)
+    after = honest(ALICE, 0, COUNTDOWN)
+    accepted = await verifier.judge(candidate(after))
+    assert accepted.accepted
+    assert accepted.rewards == tuple(each.reward for each in after.rollouts)
+    assert sandbox.restarts == 0
+    return judgement.reason, said
+
+
+async def test_an_answer_that_writes_a_file(sandbox, tmp_path):
+    tmp_path.chmod(0o777)
+    for target in (tmp_path / "touched", Path("/tmp/swarm-verification")):
+        await attack(sandbox, f"open({str(target)!r}, 'w').write('x')")
+        assert not target.exists()
+
+
+async def test_an_answer_that_opens_a_socket(sandbox):
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        listener.setblocking(False)
+        address = listener.getsockname()
+        await attack(sandbox, f"import socket; socket.create_connection({address!r}, 1)")
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+
+
+async def test_an_answer_that_reads_the_key(sandbox, tmp_path):
+    key = tmp_path / "identity.key"
+    key.touch(0o600)
+    key.write_text("secret")
+    await attack(sandbox, f"open({str(key)!r}).read()")
+
+
+async def test_an_answer_that_forks(sandbox):
+    before = len(psutil.Process().children(recursive=True))
+    await attack(sandbox, "import os; [os.fork() for _ in range(50)]")
+    await attack(sandbox, "import subprocess; subprocess.run(['/bin/sleep', '60'])")
+    assert len(psutil.Process().children(recursive=True)) <= before
+
+
+async def test_an_answer_that_never_returns(sandbox):
+    """No bytecode runs in that multiplication, so only the kernel can end it."""
+    reason, _ = await judge_answer(sandbox, "9**9**9")
+    assert reason == "scorer_timeout"
 
 
 # --- the demo's liar ----------------------------------------------------------------------------------------

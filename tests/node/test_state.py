@@ -164,6 +164,26 @@ def test_journal_is_folded_and_stays_short(tmp_path: Path) -> None:
     store.close()
 
 
+def test_full_disk_while_folding_is_an_error_and_the_journal_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    store = opened(tmp_path, journal_records=2)
+    assert admitted(store, 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(state, "write_atomically", full)
+        for sequence in (2, 3):
+            with pytest.raises(OSError, match="No space"):
+                admitted(store, sequence)
+    assert admitted(store, 4)
+    killed(store)
+    store = opened(tmp_path)
+    assert not any(admitted(store, sequence) for sequence in range(1, 5))
+    store.close()
+
+
 def test_kill_between_snapshot_and_new_journal_changes_nothing(tmp_path: Path) -> None:
     store = opened(tmp_path)
     assert admitted(store, 1)

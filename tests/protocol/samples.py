@@ -87,11 +87,12 @@ RECORDS: tuple[m.Record, ...] = (
     GROUP,
     ANNOUNCEMENT,
     PEER_RECORD,
-    m.LineageHead(LINEAGE, 7),
     m.BlobRequest("e" * 64),
     m.BlobReply(1234),
     m.ReconcileRequest(TOPIC, bytes(16)),
     m.ReconcileReply(2),
+    m.Hello(SWARM_ID, PEER_RECORD),
+    m.HelloReply(None, NOW_MS, "this node belongs to another swarm"),
 )
 
 

@@ -17,21 +17,18 @@ from protocol.errors import (
     SignatureError,
 )
 from protocol.records import open_record, record_validator, seal_record
-from protocol.topics import head_key, peer_key
+from protocol.topics import peer_key
 from tests.protocol.samples import IDENTITY, LINEAGE, MEMBER, NOW_MS, PEER_RECORD, SWARM_ID
 
-HEAD = m.LineageHead(LINEAGE, 7)
 
-
-def sealed(record: m.PeerRecord | m.LineageHead, identity=IDENTITY) -> tuple[str, bytes]:
+def sealed(record: m.PeerRecord, identity=IDENTITY) -> tuple[str, bytes]:
     return seal_record(identity, record, swarm_id=SWARM_ID, sequence=1, now_ms=NOW_MS, ttl_ms=60_000)
 
 
-@pytest.mark.parametrize("record", [PEER_RECORD, HEAD], ids=["peer", "head"])
-def test_record_is_read_back(record: m.PeerRecord | m.LineageHead) -> None:
-    key, value = sealed(record)
-    assert key == (peer_key if record is PEER_RECORD else head_key)(SWARM_ID, IDENTITY.peer_id)
-    assert open_record(key, value, swarm_id=SWARM_ID, now_ms=NOW_MS) == record
+def test_record_is_read_back() -> None:
+    key, value = sealed(PEER_RECORD)
+    assert key == peer_key(SWARM_ID, IDENTITY.peer_id)
+    assert open_record(key, value, swarm_id=SWARM_ID, now_ms=NOW_MS) == PEER_RECORD
 
 
 def test_stranger_cannot_write_under_the_key_of_another() -> None:
@@ -52,19 +49,19 @@ def test_stranger_cannot_write_under_the_key_of_another() -> None:
 
 def test_record_of_one_key_does_not_fit_another() -> None:
     _, value = sealed(PEER_RECORD)
-    for key in (head_key(SWARM_ID, IDENTITY.peer_id), peer_key("0" * 64, IDENTITY.peer_id)):
+    for key in (peer_key(SWARM_ID, MEMBER.peer_id), peer_key("0" * 64, IDENTITY.peer_id)):
         with pytest.raises(SignatureError):
             open_record(key, value, swarm_id=SWARM_ID, now_ms=NOW_MS)
 
 
 def test_type_must_fit_the_key() -> None:
-    key = head_key(SWARM_ID, IDENTITY.peer_id)
+    key = peer_key(SWARM_ID, IDENTITY.peer_id)
     value = seal(
         IDENTITY,
         swarm_id=SWARM_ID,
         topic=key,
         sequence=1,
-        payload=encode(PEER_RECORD),
+        payload=encode(LINEAGE),
         now_ms=NOW_MS,
         ttl_ms=1000,
     )
@@ -72,12 +69,8 @@ def test_type_must_fit_the_key() -> None:
         open_record(key, value, swarm_id=SWARM_ID, now_ms=NOW_MS)
 
 
-def test_head_is_of_a_lineage_of_its_owner_and_a_follower_may_name_another() -> None:
+def test_follower_may_name_the_lineage_of_another() -> None:
     foreign = msgspec.structs.replace(LINEAGE, owner=MEMBER.peer_id)
-    key, value = sealed(m.LineageHead(foreign, 7))
-    with pytest.raises(SignatureError) as raised:
-        open_record(key, value, swarm_id=SWARM_ID, now_ms=NOW_MS)
-    assert raised.value.reason == "owner"
     follower = msgspec.structs.replace(PEER_RECORD, lineage=foreign)
     key, value = sealed(follower)
     assert open_record(key, value, swarm_id=SWARM_ID, now_ms=NOW_MS) == follower
@@ -110,4 +103,6 @@ def test_too_large_a_record_is_our_fault() -> None:
     addresses = tuple("x" * 256 for _ in range(16))
     sealed(msgspec.structs.replace(PEER_RECORD, addresses=addresses))
     with pytest.raises(LocalProtocolError):
-        seal_record(IDENTITY, HEAD, swarm_id=SWARM_ID, sequence=1, now_ms=NOW_MS, ttl_ms=MAX_TTL_MS + 1)
+        seal_record(
+            IDENTITY, PEER_RECORD, swarm_id=SWARM_ID, sequence=1, now_ms=NOW_MS, ttl_ms=MAX_TTL_MS + 1
+        )

@@ -21,13 +21,10 @@ def test_names_carry_the_protocol_version_but_the_handshake() -> None:
     assert topics.RECONCILE_PROTOCOL == "/murmuration/1/reconcile"
 
 
-@pytest.mark.parametrize(
-    ("make", "kind"), [(topics.peer_key, topics.RecordKind.PEER), (topics.head_key, topics.RecordKind.HEAD)]
-)
-def test_key_and_its_parts(make, kind) -> None:
-    key = make(SWARM, OWNER)
-    assert key == f"murmuration/1/{kind}/{SWARM}/{OWNER}"
-    assert topics.parse_key(key) == topics.RecordKey(kind, SWARM, OWNER)
+def test_key_and_its_parts() -> None:
+    key = topics.peer_key(SWARM, OWNER)
+    assert key == f"murmuration/1/peer/{SWARM}/{OWNER}"
+    assert topics.parse_key(key) == topics.RecordKey(topics.RecordKind.PEER, SWARM, OWNER)
     assert str(topics.parse_key(key)) == key
 
 

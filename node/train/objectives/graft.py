@@ -4,7 +4,7 @@ L_t = -c A clip(r, clip_low, clip_high), r = pi / pi_old, A the *source* group's
 pooled across models). Compatibility c = clip((l - lo) / (hi - lo), 0, 1): l is the receiver's mean
 log-probability per token of the text at ingestion, lo and hi are quantiles of the same number over its own
 rollouts. Without own rollouts to compare with, c = 0. The gate (own failed, peer mixed) is
-`node.train.batch.choose_treatment`.
+`node.train.groups.choose_treatment`.
 
 Source: arXiv 2609.37868 from a short summary; no public code. Evidence: RECONSTRUCTED; quantiles are ours,
 the token clip [0.2, 5] comes from a third party. Inputs: no mu. Defaults: quantiles 0.05 / 0.5, token mean.

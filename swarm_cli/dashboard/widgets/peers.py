@@ -23,21 +23,27 @@ FIXED: tuple[Column, ...] = (
     ("seen", 6),
     ("tokenizer", 9),
 )
+AGE: Column = ("age", 4)
+"""Beside the lag where there is room."""
+WIDE_CELLS = 100
 
 
 class PeersTable(KeyedTable):
-    """Name, id, version, trust, accepted, rejected with reasons, lag, last seen, tokenizer."""
+    """Name, id, version, trust, accepted, rejected with reasons, lag in versions, age in windows, last seen,
+    tokenizer."""
 
     BORDER_TITLE = "peers"
 
     _view: NodeView | None = None
 
     def columns_for(self, cells: int) -> tuple[Column, ...]:
-        left = cells - sum(width + 1 for _, width in FIXED) - 3 - 7
+        age = (AGE,) if cells >= WIDE_CELLS else ()
+        left = cells - sum(width + 1 for _, width in (*FIXED, *age)) - 3 - 7
         name = min(24, max(9, left * 3 // 8))
         version, trust, accepted, lag, seen, same = FIXED
         rejected = max(8, left - name)
-        return (("name", name), ("id", 7), version, trust, accepted, ("rejected", rejected), lag, seen, same)
+        named = (("name", name), ("id", 7))
+        return (*named, version, trust, accepted, ("rejected", rejected), lag, *age, seen, same)
 
     def show(self, view: NodeView) -> None:
         """Draw the peers of `view`."""
@@ -72,7 +78,8 @@ def _cells(peer: PeerStatus, at: int, widths: dict[str, int]) -> tuple[Text | st
         _right(decimal(peer.trust), widths["trust"], _trust_style(peer.trust)),
         _right(quantity(peer.accepted), widths["accepted"], GOOD if peer.accepted else DIM),
         _rejected(peer, widths["rejected"]),
-        _right(decimal(peer.lag_windows, 1), widths["lag"]),
+        _right(decimal(peer.lag, 1 if peer.lag < 100 else 0), widths["lag"]),
+        *((_right(decimal(peer.age_windows, 1), widths["age"]),) if "age" in widths else ()),
         _right(seen, widths["seen"], name_style),
         Text("same" if peer.same_tokenizer else "other", "" if peer.same_tokenizer else WARN),
     )

@@ -10,11 +10,16 @@ import numpy as np
 import pytest
 import torch
 
+from node.build import train_settings
+from node.config import load_config
+from node.paths import bundled
 from node.rollout.policy import Policy
 from node.train.batch import collate
-from node.train.groups import TrainingRollout
+from node.train.groups import TrainingRollout, external_group, own_group
 from node.train.objectives import Aggregation, DppoTv
 from node.train.settings import TrainSettings, Treatment
+from protocol.charter import found
+from protocol.identity import Identity
 
 Make = Callable[..., Any]
 SETTINGS = TrainSettings()
@@ -90,10 +95,10 @@ def test_rollout_means(policy: Policy, make_training_group: Make) -> None:
     assert collate([group], constant, policy).scale_B.tolist() == pytest.approx([1 / (4 * 16)] * 4)
 
 
-def test_own_reference_can_be_given(policy: Policy, make_training_group: Make) -> None:
+def test_without_own_groups_nothing_is_usual(policy: Policy, make_training_group: Make) -> None:
     group = make_training_group("peer", treatment=Treatment.GRAFT)
-    batch = collate([group], SETTINGS, policy, own_mean_logprobs=[-1.0, -2.0])
-    assert batch.own_mean_logprobs_N.tolist() == [-1.0, -2.0]
+    batch = collate([group], SETTINGS, policy)
+    assert batch.own_mean_logprobs_N.tolist() == []
     assert batch.lambda_S == (1.0,)
     assert not batch.own_B.any()
     assert torch.equal(batch.source_B, torch.zeros(4, dtype=torch.int64))
@@ -102,3 +107,34 @@ def test_own_reference_can_be_given(policy: Policy, make_training_group: Make) -
 def test_empty_batch(policy: Policy) -> None:
     with pytest.raises(ValueError, match="at least one group"):
         collate([], SETTINGS, policy)
+
+
+def test_dr_grpo_divides_by_a_constant_length(policy: Policy, make_training_group: Make) -> None:
+    """B25: A = r - mean, sum of token losses / (G x max_new_tokens), for own groups and for `compat`.
+
+    One own group of 4 rollouts and one of a peer's, rewards (1, 0, 0, 0), 9 tokens at most: each token of the
+    right rollout has the factor 0.75 / (4 x 9), however long the rollout is."""
+    config = load_config([], {"weight.advantage": "dr_grpo"})
+    charter = found(Identity.generate(), bundled("demo-charter.toml").read_text(encoding="utf-8"), 0)
+    assert charter.max_new_tokens == 9
+    settings = train_settings(config, charter)
+    rewards = (1.0, 0.0, 0.0, 0.0)
+    drawn = make_training_group(seed=1)
+    own = own_group("own", drawn.prompt_ids, drawn.rollouts, rewards, settings.treatment)
+    theirs = external_group(
+        "peer",
+        "theirs",
+        drawn.prompt_ids,
+        drawn.rollouts,
+        rewards,
+        settings.treatment,
+        own_rewards=None,
+        capability={},
+        trust=0.5,
+    )
+    batch = collate([own, theirs], settings, policy)
+    assert (batch.scale_B * batch.advantages_B).tolist() == pytest.approx(
+        [0.75 / 36, -0.25 / 36, -0.25 / 36, -0.25 / 36, 0.375 / 36, -0.125 / 36, -0.125 / 36, -0.125 / 36]
+    )
+    plain = train_settings(load_config([], {"weight.advantage": "grpo"}), charter)
+    assert {plain.own.aggregation, plain.compat.aggregation} == {Aggregation.TOKEN_MEAN}

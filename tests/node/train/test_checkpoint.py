@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors
+import safetensors.torch
 import torch
 
+from node.rollout.engine.transformers import TransformersEngine
 from node.rollout.policy import Policy
 from node.train.batch import TrainingBatch, collate
-from node.train.checkpoint import load_checkpoint, read_state, save_checkpoint
+from node.train.checkpoint import checkpoints_of, load_checkpoint, prune, read_state, resume, save_checkpoint
 from node.train.settings import TrainSettings
 from node.train.step import Trainer
 from protocol.errors import ModelError
@@ -100,7 +103,7 @@ def test_interrupted_writing_is_not_a_checkpoint(
     monkeypatch.setattr("node.train.checkpoint._sync", broken)
     with pytest.raises(OSError, match="disk full"):
         save_checkpoint(trainer, tmp_path / "made")
-    assert not (tmp_path / "made").exists()
+    assert list(tmp_path.iterdir()) == []  # half a checkpoint would keep the disk full
     with pytest.raises(ModelError, match="not a complete checkpoint"):
         read_state(tmp_path / "made")
 
@@ -125,3 +128,72 @@ def test_damaged_files_are_model_errors(policy: Policy, tmp_path: Path) -> None:
     (folder / "optimiser.safetensors").write_bytes(b"\xff" * 64)
     with pytest.raises(ModelError, match="not a complete checkpoint"):
         load_checkpoint(Trainer(policy, SETTINGS), folder)
+    (folder / "optimiser.safetensors").write_bytes(safetensors.torch.save({"other": torch.zeros(1)}))
+    trainer = Trainer(policy, SETTINGS, policy_version=7)
+    with pytest.raises(ModelError, match="holds no random_state"):
+        load_checkpoint(trainer, folder)
+    assert trainer.policy_version == 7
+
+
+def test_what_safetensors_makes_of_a_full_disk_is_an_os_error(
+    policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise safetensors.SafetensorError("Error while serializing: I/O error: No space left on device")
+
+    monkeypatch.setattr("node.train.checkpoint.save_file", full)
+    with pytest.raises(OSError, match="No space left on device"):
+        save_checkpoint(Trainer(policy, SETTINGS), tmp_path / "v0")
+
+
+# --- the checkpoints of a run ------------------------------------------------------------------------------
+
+
+def make_checkpoints(trainer: Trainer, folder: Path, *versions: int) -> None:
+    for version in versions:
+        trainer.policy_version = version
+        save_checkpoint(trainer, folder / f"v{version}")
+
+
+def test_checkpoints_are_sorted_by_version_and_the_incomplete_do_not_count(
+    policy: Policy, other_policy_path: Path, tmp_path: Path
+) -> None:
+    assert checkpoints_of(tmp_path / "nowhere", policy.base_model) == []
+    make_checkpoints(Trainer(policy, SETTINGS), tmp_path, 9, 100, 20)
+    make_checkpoints(Trainer(Policy.open(other_policy_path), SETTINGS), tmp_path, 300)
+    (tmp_path / "v400").mkdir()
+    (tmp_path / ".v500.writing").mkdir()
+    assert [path.name for path in checkpoints_of(tmp_path, policy.base_model)] == ["v100", "v20", "v9"]
+
+
+def test_pruning_keeps_the_newest_and_what_is_not_ours(
+    policy: Policy, other_policy_path: Path, tmp_path: Path
+) -> None:
+    make_checkpoints(Trainer(policy, SETTINGS), tmp_path, 9, 100, 20)
+    make_checkpoints(Trainer(Policy.open(other_policy_path), SETTINGS), tmp_path, 3)
+    for name in ("notes", ".v21.writing", ".v20.old"):
+        (tmp_path / name).mkdir()
+    prune(tmp_path, policy.base_model, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "v100", "v20", "v3"]
+
+
+def test_a_trainer_goes_on_from_the_newest_checkpoint_that_can_be_read(
+    policy: Policy, batch: TrainingBatch, tmp_path: Path
+) -> None:
+    first = Trainer(policy, SETTINGS)
+    first.step(batch)
+    make_checkpoints(first, tmp_path, 1)
+    weights = first.state_dict()
+    first.step(batch)
+    make_checkpoints(first, tmp_path, 2)
+    (tmp_path / "v2" / "model.safetensors").write_bytes(b"\xff" * 64)
+
+    again, engine = Trainer(policy, SETTINGS), TransformersEngine(policy)
+    resume(again, engine, tmp_path)
+    assert (again.policy_version, engine.policy_version, again.updates) == (1, 1, 1)
+    for name, tensor in weights.items():
+        assert torch.equal(again.state_dict()[name], tensor)
+        assert torch.equal(engine._model.state_dict()[name], tensor)
+    fresh = Trainer(policy, SETTINGS)
+    resume(fresh, engine, tmp_path / "nowhere")
+    assert fresh.policy_version == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,12 +14,10 @@ from node.train.groups import (
     TrainingDataError,
     choose_treatment,
     external_group,
-    mean_reward,
     own_group,
     training_rollouts,
 )
 from node.train.settings import Treatment, TreatmentSettings
-from node.weight.advantage import CapabilityTracker
 from protocol.messages import FinishReason, Rollout
 
 
@@ -91,21 +90,27 @@ def test_arrays_of_wrong_length(policy: Policy, ids: bytes, logprobs: bytes) -> 
     ],
 )
 def test_treatment(peer: list[float], own: list[float] | None, treatment: Treatment) -> None:
-    assert choose_treatment(peer, own, TreatmentSettings()) is treatment
+    assert choose_treatment(peer, own, TreatmentSettings(), same_tokenizer=True) is treatment
 
 
 def test_treatment_can_be_forced() -> None:
+    def chosen(
+        own: list[float] | None,
+        same_tokenizer: bool = True,
+        peer: tuple[float, ...] = (0.0, 1.0),
+        **values: Any,
+    ) -> Treatment:
+        return choose_treatment(peer, own, TreatmentSettings(**values), same_tokenizer=same_tokenizer)
+
     for force in Treatment:
-        assert choose_treatment([0.0, 1.0], [0.0, 1.0], TreatmentSettings(force=force)) is force
-    hacpo = TreatmentSettings(force=Treatment.HACPO)
-    assert choose_treatment([0.0, 1.0], None, hacpo) is Treatment.COMPAT
-    assert choose_treatment([0.0, 1.0], [0.1, 0.0], TreatmentSettings(failure_reward=0.1)) is Treatment.GRAFT
+        assert chosen([0.0, 1.0], force=force) is force
+    assert chosen(None, force=Treatment.HACPO) is Treatment.COMPAT
+    assert chosen([0.0, 1.0], same_tokenizer=False, force=Treatment.OWN) is Treatment.COMPAT
+    assert chosen([0.0, 1.0], same_tokenizer=False, force=Treatment.HACPO) is Treatment.HACPO
+    assert chosen([0.1, 0.0], failure_reward=0.1) is Treatment.GRAFT
 
 
 def group_of(rewards: list[float], own: list[float] | None, policy: Policy, **settings: object) -> object:
-    capability = CapabilityTracker()
-    capability.observe(OWN_SOURCE, 0.3)
-    capability.observe("peer", 0.6)
     rollouts = training_rollouts(
         "g", [rollout("4", [9, 1], [-1, -1])] * len(rewards), policy, same_tokenizer=True
     )
@@ -117,7 +122,7 @@ def group_of(rewards: list[float], own: list[float] | None, policy: Policy, **se
         rewards,
         TreatmentSettings(**settings),  # type: ignore[arg-type]
         own_rewards=own,
-        capability=capability,
+        capability={OWN_SOURCE: 0.3, "peer": 0.6},
         trust=0.5,
     )
 
@@ -148,8 +153,3 @@ def test_no_signal_no_advantage(policy: Policy) -> None:
     made = own_group("g", [2, 3], (), [0.7], TreatmentSettings())
     assert made.source == OWN_SOURCE
     assert made.advantages == (0.0,)
-
-
-def test_mean_reward_is_per_group(policy: Policy) -> None:
-    assert mean_reward([group_of([1.0, 0.0], None, policy), group_of([1.0] * 4, None, policy)]) == 0.75
-    assert mean_reward([]) == 0.0

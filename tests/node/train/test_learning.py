@@ -11,11 +11,10 @@ from node.rollout.engine.base import GenerationRequest
 from node.rollout.engine.transformers import TransformersEngine
 from node.rollout.policy import Policy
 from node.train.batch import collate
-from node.train.groups import external_group, own_group, training_rollouts
+from node.train.groups import OWN_SOURCE, external_group, own_group, training_rollouts
 from node.train.objectives import Objective, PpoClip, Tis
 from node.train.settings import TrainSettings, Treatment, TreatmentSettings
 from node.train.step import Trainer
-from node.weight.advantage import CapabilityTracker
 from protocol.messages import Sampling
 
 STEPS, GROUPS = 30, 4
@@ -23,7 +22,7 @@ STEPS, GROUPS = 30, 4
 
 def run(policy: Policy, settings: TrainSettings, *, foreign: bool) -> list[float]:
     """Mean share of the letter e per step; with `foreign`, half the groups are treated as a peer's."""
-    engine, trainer, capability = TransformersEngine(policy), Trainer(policy, settings), CapabilityTracker()
+    engine, trainer = TransformersEngine(policy), Trainer(policy, settings)
     curve = []
     for step in range(STEPS):
         requests = [
@@ -47,7 +46,7 @@ def run(policy: Policy, settings: TrainSettings, *, foreign: bool) -> list[float
                         rewards,
                         settings.treatment,
                         own_rewards=[0.0, 0.5],
-                        capability=capability,
+                        capability={OWN_SOURCE: 0.5, "peer": 0.5},
                         trust=1.0,
                     )
                 )

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from node.verify.base import Candidate
-from node.verify.schema import CHARS_PER_TOKEN, Schema
+from node.verify.schema import TEXT_BYTES_PER_TOKEN, Schema, max_body_bytes
 from protocol.codec import digest, encode
-from protocol.errors import RemoteProtocolError
-from protocol.messages import BlobRef, Rollout, RolloutGroup, Sampling
+from protocol.constants import MAX_BLOB_BYTES
+from protocol.errors import LimitError, RemoteProtocolError
+from protocol.messages import Announcement, BlobRef, Rollout, RolloutGroup, Sampling
 from tests.node.verify.world import EPOCH_MS, World, candidate, fingerprint
 
 replace = msgspec.structs.replace
@@ -102,7 +103,7 @@ def test_relations_that_types_cannot_express(world, alice):
         "positive_logprob": {"logprobs": floats(first, first=0.01)},
         "not_finite": {"logprobs": floats(first, first=float("nan"))},
         "version_order": {"versions": newer},
-        "text_too_long": {"text": "1" * (CHARS_PER_TOKEN * len(first.token_ids) // 4 + 1)},
+        "text_too_long": {"text": "é" * (TEXT_BYTES_PER_TOKEN * len(first.token_ids) // 8 + 1)},
         "too_long": dict.fromkeys(("token_ids", "logprobs", "versions"), b"\x00" * 4 * 6),
     }
     for expected, changes in cases.items():
@@ -130,3 +131,34 @@ def test_group_size_and_sampling_are_the_charters(world, alice):
 def test_a_huge_text_of_few_tokens_is_refused(world, alice):
     group = world.group(alice)
     assert reason(world, candidate(with_rollout(group, text="1" * 200_000))) == "text_too_long"
+
+
+def test_no_larger_body_is_fetched_than_the_charters_groups_can_need(world, alice):
+    """8 rollouts of 5 tokens: 8 (5 (12 + 128) + 256) + 4 KiB + a question of 256 Ki bytes."""
+    assert max_body_bytes(world.charter) == 8 * (5 * 140 + 256) + 4096 + 256 * 1024 == 273_888
+    schema = Schema(world.charter)
+    announcement = candidate(world.group(alice)).announcement
+    schema.check_announcement(alice, sized(announcement, 273_888))
+    for size in (273_889, MAX_BLOB_BYTES):
+        with pytest.raises(LimitError, match=f"a body of {size} bytes") as caught:
+            schema.check_announcement(alice, sized(announcement, size))
+        assert caught.value.reason == "body_too_large"
+    huge = World(group_size=64, max_new_tokens=32_768)
+    assert max_body_bytes(huge.charter) == MAX_BLOB_BYTES
+
+
+def sized(announcement: Announcement, size: int) -> Announcement:
+    return replace(announcement, body=BlobRef(digest=announcement.body.digest, size=size))
+
+
+def test_the_largest_group_the_charter_allows_fits(world, alice):
+    text = "\N{PILE OF POO}" * (5 * 128 // 4)
+    group = world.group(alice)
+    full = np.zeros(5, dtype="<u4").tobytes()
+    largest = tuple(
+        replace(each, text=text, token_ids=full, logprobs=full, versions=full, seed=2**63 - 1)
+        for each in group.rollouts
+    )
+    names = {"environment": "e" * 64, "engine": "e" * 64, "dtype": "d" * 64, "question": "q" * 256 * 1024}
+    body = encode(replace(group, rollouts=largest, **names))
+    assert 0.97 * max_body_bytes(world.charter) < len(body) <= max_body_bytes(world.charter)

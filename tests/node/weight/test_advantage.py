@@ -97,18 +97,31 @@ def test_order_does_not_matter(rewards: list[float], random: object) -> None:
 
 
 def test_tracker_averages_the_last_five() -> None:
-    tracker = CapabilityTracker(window=5)
+    tracker = CapabilityTracker(5)
     for reward in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0):
-        tracker.observe("a", reward)
+        tracker.observe("a", mixed(reward))
     assert tracker.value("a") == pytest.approx(0.6)
     assert tracker.value("stranger") == pytest.approx(0.6)
-    tracker.observe("b", 0.2)
+    tracker.observe("b", mixed(0.2))
     assert tracker.value("stranger") == pytest.approx(0.4)
-    assert CapabilityTracker().value("stranger") == 0.0
+    assert CapabilityTracker(5).value("stranger") == 0.0
+
+
+def mixed(mean: float) -> tuple[float, float]:
+    """Rewards that differ, with this mean."""
+    return mean - 0.1, mean + 0.1
+
+
+def test_tracker_looks_at_mixed_groups_only() -> None:
+    """All that arrives of peers is mixed; own groups must be measured alike."""
+    tracker = CapabilityTracker(3)
+    for rewards in ((0.0, 1.0), (0.0, 0.0), (0.0, 0.0), (1.0, 1.0), (0.0, 0.0)):
+        tracker.observe("own", rewards)
+    assert tracker.value("own") == 0.5
 
 
 def test_tracker_is_bounded() -> None:
-    tracker = CapabilityTracker(max_agents=2)
+    tracker = CapabilityTracker(5, max_agents=2)
     for agent in ("a", "b", "a", "c"):
-        tracker.observe(agent, 1.0 if agent == "b" else 0.0)
-    assert tracker.value("b") == 0.0  # forgotten: the mean over a and c
+        tracker.observe(agent, mixed(0.9 if agent == "b" else 0.1))
+    assert tracker.value("b") == pytest.approx(0.1)  # forgotten: the mean over a and c

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import random
+from pathlib import Path
 
 import pytest
 
-from node.weight.trust import Hardness, TrustBook, TrustSettings
+from node.weight.trust import Hardness, TrustBook, TrustSettings, load_standings, save_standings
 
+SWARM = "a" * 64
 GOOD, SOFT, HARD = Hardness.ACCEPTED, Hardness.SOFT, Hardness.HARD
 
 
@@ -110,3 +112,24 @@ def test_bounded_and_cheaters_are_forgotten_last() -> None:
     for peer, found in (("bad", HARD), ("a", GOOD), ("b", GOOD), ("c", GOOD)):
         book.record(peer, found, 0.0)
     assert {standing.peer for standing in book.standings()} == {"bad", "b", "c"}
+
+
+def test_standings_outlive_the_process_in_their_swarm(tmp_path: Path) -> None:
+    book = TrustBook()
+    book.record("good", Hardness.ACCEPTED, 1.5)
+    book.record("bad", Hardness.HARD, 2.0)
+    path = tmp_path / "state" / "trust.json"
+    save_standings(path, SWARM, book.standings())
+    again = TrustBook(standings=load_standings(path, SWARM))
+    assert again.standings() == book.standings()
+    assert again.quarantined("bad", 3.0)
+    assert load_standings(path, "b" * 64) == ()  # whose windows are others
+    for damaged in (
+        b"",
+        b"{}",
+        path.read_bytes()[:-3],
+        b'{"swarm_id":"' + b"a" * 64 + b'","standings":[{}]}',
+    ):
+        path.write_bytes(damaged)
+        assert load_standings(path, SWARM) == ()
+    assert load_standings(tmp_path / "nowhere", SWARM) == ()

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from node.events import (
+    CheckCount,
     CheckOutcome,
     Evaluated,
     Event,
@@ -120,11 +121,11 @@ def _stages(at: int, step: int) -> StagesSeen:
         at=at,
         stages=(
             stage("rollout", 12 + step % 4, 16, "", 0.0),
-            stage("verify", step % 7, 64, "bodies of peers", 0.2 + 0.1 * (step % 5)),
-            stage("share", 0, 32, "gossip", 1.25),
-            stage("weight", 2, 8, "step of trainer", 0.4),
-            stage("train", 1, 1, "", 0.0),
-            stage("broadcast", 0, 4, "a new version", 48.0 if step > STEPS else 2.0),
+            stage("verify", step % 7, 64, "fetched bodies", 0.2 + 0.1 * (step % 5)),
+            stage("share", 0, 32, "offers", 1.25),
+            stage("weight", 0, 0, "a step", 0.4),
+            stage("train", 0, 0, "", 0.0),
+            stage("broadcast", 0, 0, "a new version", 48.0 if step > STEPS else 2.0),
         ),
     )
 
@@ -230,7 +231,7 @@ def _step(at: int, step: int) -> StepDone:
 
 def _peers(at: int, step: int) -> PeersSeen:
     def peer(
-        peer_id: str, name: str, accepted: int, trust: float, lag: float, **changes: object
+        peer_id: str, name: str, accepted: int, trust: float, lag: float, age: float, **changes: object
     ) -> PeerStatus:
         fields: dict[str, object] = {
             "connected": True,
@@ -241,19 +242,20 @@ def _peers(at: int, step: int) -> PeersSeen:
             **changes,
         }
         return PeerStatus(
-            peer_id=peer_id, name=name, accepted=accepted, trust=trust, lag_windows=lag, **fields
+            peer_id=peer_id, name=name, accepted=accepted, trust=trust, lag=lag, age_windows=age, **fields
         )
 
     return PeersSeen(
         at=at,
         peers=(
-            peer(BOB, "bob", step * 3, 0.93, 0.4, rejected={"stale": 2}),
-            peer(CAROL, "carol", step * 2, 0.71, 1.2, same_tokenizer=False, policy_version=step),
+            peer(BOB, "bob", step * 3, 0.93, 1.5, 0.4, rejected={"stale": 2}),
+            peer(CAROL, "carol", step * 2, 0.71, 12.3, 1.2, same_tokenizer=False, policy_version=step),
             peer(
                 MALLORY,
                 "mallory",
                 0,
                 0.04,
+                0.0,
                 0.0,
                 connected=step < 40,
                 rejected={"false_reward": step, "copied": 3, "rate": 1},
@@ -273,6 +275,10 @@ def _health(at: int, step: int) -> Health:
         refused={"rate": 1} if step > 30 else {},
         announced=step * 8,
         bodies_fetched=step * 6,
+        checks=(
+            CheckCount(check="schema", accepted=step * 6, rejected=0, suspected=0, cost_s=0.001 * step),
+            CheckCount(check="reward", accepted=step * 5, rejected=step, suspected=0, cost_s=0.08 * step),
+        ),
     )
 
 

@@ -1,0 +1,353 @@
+"""The rollout stage: what it makes, what holds it back, what it survives."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import pytest
+
+from node.clock import VirtualClock, run_virtual
+from node.compute import InlineCompute
+from node.events import Event, EventBus, GroupJudged, Notice
+from node.rollout.admission import Admission
+from node.rollout.engine.base import Engine
+from node.rollout.engine.transformers import TransformersEngine
+from node.rollout.environment import Completion, Prompt
+from node.rollout.policy import Policy
+from node.rollout.prompts import AssignedPrompt, PromptFeed, Universe
+from node.rollout.scoring import OwnScorer
+from node.rollout.worker import OwnGroup, RolloutWorker, completions_of, make_group, request_seed
+from node.sandbox.scorer import FailureReason, Scorer
+from node.share.publish import announce
+from node.state import MemoryWindows
+from node.supervise import StageGauge
+from protocol.charter import swarm_id
+from protocol.messages import FinishReason, Lineage, PromptRef, Rollout, RolloutGroup, Sampling
+from protocol.prompts import slots
+from tests.node.toy import TASK, ToyEnvironment, ToySandbox, make_charter
+from tests.node.verify.world import identity, rollout
+
+ALICE, BOB = identity("alice").peer_id, identity("bob").peer_id
+LINEAGE = Lineage(ALICE, "a" * 64, "b" * 64)
+ASSIGNED = AssignedPrompt(PromptRef(3, 4, 5), Prompt(TASK, "000012", 12, 0, {}))
+
+
+@pytest.fixture(scope="module")
+def policy(tiny_policy_path: Path) -> Policy:
+    return Policy.open(tiny_policy_path)
+
+
+@pytest.fixture(scope="module")
+def engine(policy: Policy) -> TransformersEngine:
+    return TransformersEngine(policy)
+
+
+# --- plain functions ---------------------------------------------------------------------------------------
+
+
+def test_the_seed_differs_by_node_author_slot_window_and_version() -> None:
+    def assigned(window: int, slot: int) -> AssignedPrompt:
+        return AssignedPrompt(PromptRef(window, slot, 5), ASSIGNED.prompt)
+
+    seeds = [
+        request_seed(0, ALICE, assigned(3, 4), 7),
+        request_seed(1, ALICE, assigned(3, 4), 7),
+        request_seed(0, BOB, assigned(3, 4), 7),
+        request_seed(0, ALICE, assigned(4, 4), 7),
+        request_seed(0, ALICE, assigned(3, 5), 7),
+        request_seed(0, ALICE, assigned(3, 4), 8),
+    ]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert seeds[0] == request_seed(0, ALICE, assigned(3, 4), 7)
+
+
+def test_what_is_scored_is_the_text_and_whether_it_ended() -> None:
+    ended = rollout([65, 0], [-1.0, -1.0], reward=0.0)
+    cut = msgspec.structs.replace(ended, finish=FinishReason.LENGTH)
+    assert completions_of([ended, cut]) == [Completion("A", True), Completion("A", False)]
+
+
+def test_a_group_carries_its_newest_version_and_the_rewards_in_order(engine: Engine) -> None:
+    rollouts = [rollout([65], [-1.0], reward=0.0, version=version) for version in (2, 5, 3)]
+    rollouts[0] = msgspec.structs.replace(
+        rollouts[0], token_ids=b"\0" * 8, logprobs=b"\0" * 8, versions=b"\2\0\0\0\4\0\0\0"
+    )
+    group = make_group(ALICE, LINEAGE, engine, ASSIGNED, Sampling(5), rollouts, (0.0, 1.0, 0.5))
+    assert group.policy_version == 5
+    assert [each.reward for each in group.rollouts] == [0.0, 1.0, 0.5]
+    assert (group.author, group.lineage, group.environment) == (ALICE, LINEAGE, TASK)
+    assert (group.prompt, group.question) == (ASSIGNED.ref, "000012")
+    assert (group.engine, group.dtype) == (engine.name, engine.dtype)
+
+
+# --- the loop ----------------------------------------------------------------------------------------------
+
+
+class Bench:
+    """A running worker over a tiny policy."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        engine: Engine,
+        *,
+        groups: int = 2,
+        max_staleness: int = 0,
+        room: int = 100,
+        environment: Any = None,
+        max_body_bytes: int = 100_000,
+        **rules: Any,
+    ) -> None:
+        self.clock = VirtualClock()
+        self.charter = make_charter([policy], self.clock.now_ms(), **rules)
+        self.swarm_id = swarm_id(self.charter)
+        environments = {TASK: environment or ToyEnvironment()}
+        self.sandbox = ToySandbox()
+        self.admission = Admission(max_staleness, groups)
+        self.events: list[Event] = []
+        self.published: list[RolloutGroup] = []
+        self.out: asyncio.Queue[OwnGroup] = asyncio.Queue(room)
+        self.gauge = StageGauge("rollout", self.clock, "the trainer", self.out.maxsize, self.out.qsize)
+        bus = EventBus()
+        bus.subscribe(self.events.append)
+        self.worker = RolloutWorker(
+            author=ALICE,
+            lineage=LINEAGE,
+            policy=policy,
+            engine=engine,
+            scorer=OwnScorer(environments, cast("Scorer", self.sandbox)),
+            feed=PromptFeed(
+                Universe(self.swarm_id, self.charter, environments),
+                self.charter,
+                self.swarm_id,
+                ALICE,
+                self.clock,
+                MemoryWindows(),
+            ),
+            admission=self.admission,
+            sampling=Sampling(self.charter.max_new_tokens),
+            group_size=self.charter.group_size,
+            groups_per_batch=groups,
+            seed=0,
+            compute=InlineCompute({"generate": 0.5, "score": 0.1}),
+            clock=self.clock,
+            bus=bus,
+            gauge=self.gauge,
+            out=self.out,
+            publish=self.publish,
+            max_body_bytes=max_body_bytes,
+        )
+
+    async def publish(self, group: RolloutGroup) -> None:
+        self.published.append(group)
+
+    def of(self, kind: type[Any]) -> list[Any]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+
+@pytest.fixture
+def bench(policy: Policy, engine: TransformersEngine) -> Callable[..., None]:
+    """Runs a test with a running worker and ends it."""
+
+    def run(test: Callable[[Bench], Awaitable[None]], **options: Any) -> None:
+        async def main() -> None:
+            made = Bench(policy, engine, **options)
+            running = asyncio.create_task(made.worker.run())
+            try:
+                await test(made)
+                assert not running.done(), "the worker ended"
+            finally:
+                running.cancel()
+                await asyncio.gather(running, return_exceptions=True)
+
+        run_virtual(main())
+
+    return run
+
+
+def test_groups_are_made_slot_by_slot_scored_queued_and_published(
+    bench: Callable[..., None], policy: Policy
+) -> None:
+    async def test(bench: Bench) -> None:
+        await asyncio.sleep(1)
+        own = [bench.out.get_nowait() for _ in range(2)]
+        assert bench.out.empty()
+        wanted = slots(bench.swarm_id, bench.charter, 0, ALICE)
+        for slot, each in enumerate(own):
+            group = each.group
+            assert group.prompt == PromptRef(0, slot, wanted[slot])
+            assert len(group.rollouts) == bench.charter.group_size
+            assert each.rewards == tuple(float(len(r.text) % 2) for r in group.rollouts)
+            assert each.rewards == tuple(r.reward for r in group.rollouts)
+            assert all(policy.decode(ids(r)) == r.text for r in group.rollouts)
+            assert each.generate_s == pytest.approx(0.25)  # half of the batch's 0.5 s
+        assert bench.published == [each.group for each in own]
+        judged = bench.of(GroupJudged)
+        assert [(e.own, e.accepted, e.slot) for e in judged] == [(True, True, 0), (True, True, 1)]
+        announcement, body = announce(own[0].group)
+        if body is not None:
+            assert announcement.body is not None
+            assert judged[0].group == announcement.body.digest[:12]
+
+    bench(test)
+
+
+def ids(each: Rollout) -> list[int]:
+    return [int.from_bytes(each.token_ids[at : at + 4], "little") for at in range(0, len(each.token_ids), 4)]
+
+
+def test_groups_with_equal_rewards_are_published_too(bench: Callable[..., None]) -> None:
+    class Generous(ToyEnvironment):
+        def score(self, prompt: Any, completion: Any) -> Any:
+            return msgspec.structs.replace(super().score(prompt, completion), reward=1.0)
+
+    async def test(bench: Bench) -> None:
+        await asyncio.sleep(1)
+        assert len(bench.published) == 2
+        assert announce(bench.published[0])[1] is None
+
+    bench(test, environment=Generous())
+
+
+def test_generation_stops_at_the_staleness_bound_and_goes_on_with_the_trainer(
+    bench: Callable[..., None],
+) -> None:
+    async def test(bench: Bench) -> None:
+        await asyncio.sleep(30)
+        assert bench.out.qsize() == 4  # (0 + 1 + 1) * 2
+        assert bench.gauge.status().waiting_for == "the trainer"
+        bench.admission.stepped(1)
+        await asyncio.sleep(30)
+        assert bench.out.qsize() == 6
+        bench.admission.discarded(1)
+        await asyncio.sleep(30)
+        assert bench.out.qsize() == 7
+
+    bench(test, max_staleness=1)
+
+
+def test_a_full_queue_and_an_empty_window_are_named_waits(bench: Callable[..., None]) -> None:
+    async def full(bench: Bench) -> None:
+        await asyncio.sleep(5)
+        assert bench.out.qsize() == 1
+        assert bench.gauge.status().waiting_for == "room in queue"
+
+    bench(full, room=1)
+
+    async def empty(bench: Bench) -> None:
+        await asyncio.sleep(59)
+        assert bench.out.qsize() == 2
+        assert bench.gauge.status().waiting_for == "the next window"
+        await asyncio.sleep(3)
+        assert [bench.out.get_nowait().group.prompt.window for _ in range(4)] == [0, 0, 1, 1]
+
+    bench(empty, max_staleness=9, slots_per_window=2, window_ms=60_000)
+
+
+def test_a_group_that_cannot_be_scored_is_dropped_told_once_and_replaced(bench: Callable[..., None]) -> None:
+    class Dangerous(ToyEnvironment):
+        evaluates_answers = True
+
+    async def test(bench: Bench) -> None:
+        bench.sandbox.failure = FailureReason.UNAVAILABLE
+        await asyncio.sleep(1.5)  # two batches of two
+        assert bench.out.empty()
+        assert bench.published == []
+        (notice,) = bench.of(Notice)
+        assert notice.level == "warning"
+        assert notice.text == "an own group on toy/odd was dropped: it could not be scored (unavailable)"
+        bench.sandbox.failure = None
+        await asyncio.sleep(3)
+        assert bench.out.qsize() == 2  # the dropped ones count no more
+        assert bench.out.get_nowait().group.prompt.slot >= 2  # and their slots are not answered again
+
+    bench(test, environment=Dangerous())
+
+
+def test_a_prompt_that_does_not_fit_the_policy_is_skipped_and_told(
+    bench: Callable[..., None], policy: Policy
+) -> None:
+    class Long(ToyEnvironment):
+        def prompt(self, seed: int, index: int) -> Prompt:
+            short = super().prompt(seed, index)
+            return msgspec.structs.replace(short, text=short.text * 30) if seed % 2 else short
+
+    async def test(bench: Bench) -> None:
+        await asyncio.sleep(20)
+        own = [bench.out.get_nowait() for _ in range(bench.out.qsize())]
+        assert len(own) == 2
+        assert all(len(each.group.question) == 6 for each in own)
+        notices = bench.of(Notice)
+        assert len(notices) <= 1
+        assert all(f"of the policy's {policy.max_positions} tokens" in notice.text for notice in notices)
+
+    bench(test, environment=Long())
+
+    class Endless(ToyEnvironment):
+        def prompt(self, seed: int, index: int) -> Prompt:
+            return msgspec.structs.replace(super().prompt(seed, index), text=f"{seed} " * 99)
+
+    async def nothing_fits(bench: Bench) -> None:
+        await asyncio.sleep(20)
+        assert bench.out.empty()
+        assert len(bench.of(Notice)) <= 8
+        assert bench.gauge.status().waiting_for == "the next window"
+
+    bench(nothing_fits, environment=Endless(), window_ms=60_000)
+
+
+def test_the_same_seed_makes_the_same_groups(bench: Callable[..., None]) -> None:
+    runs: list[list[RolloutGroup]] = []
+
+    async def test(bench: Bench) -> None:
+        await asyncio.sleep(5)
+        runs.append(bench.published)
+
+    bench(test, max_staleness=1)
+    bench(test, max_staleness=1)
+    assert len(runs[0]) == 4
+    assert runs[0] == runs[1]
+
+
+def test_an_error_of_the_engine_ends_the_stage(policy: Policy, engine: TransformersEngine) -> None:
+    class Broken(TransformersEngine):
+        def generate(self, requests: Any, *, greedy: bool = False) -> list[list[Rollout]]:
+            raise RuntimeError("out of memory")
+
+    async def main() -> None:
+        with pytest.raises(RuntimeError, match="out of memory"):
+            await Bench(policy, Broken(policy)).worker.run()
+
+    run_virtual(main())
+
+
+def test_a_group_that_must_not_be_sent_is_dropped_and_told_once(bench: Callable[..., None]) -> None:
+    async def too_large(bench: Bench) -> None:
+        await asyncio.sleep(3)
+        assert bench.out.empty()
+        assert bench.published == []
+        assert bench.of(GroupJudged) == []
+        (notice,) = bench.of(Notice)
+        assert notice.text == (
+            "an own group on toy/odd was dropped: its body is larger than the 300 bytes allowed"
+        )
+
+    bench(too_large, max_body_bytes=300)
+
+    class Broken(ToyEnvironment):
+        def score(self, prompt: Prompt, completion: Completion) -> Any:
+            return msgspec.structs.replace(super().score(prompt, completion), reward=float("nan"))
+
+    async def not_encodable(bench: Bench) -> None:
+        await asyncio.sleep(3)
+        assert bench.published == []
+        notices = bench.of(Notice)
+        assert 1 <= len(notices) <= 8  # they name the place
+        assert all("this RolloutGroup must not be sent" in notice.text for notice in notices)
+
+    bench(not_encodable, environment=Broken())

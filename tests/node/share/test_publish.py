@@ -1,0 +1,176 @@
+"""Own groups go out: what is announced, what is served, what is kept."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import msgspec
+import pytest
+
+from node.clock import VirtualClock, run_virtual
+from node.share import publish
+from node.share.gossip import Gossip
+from node.share.publish import Publisher, announce
+from node.transport.memory import MemoryNetwork, MemoryTransport
+from protocol.codec import completions_digest, decode, digest, encode
+from protocol.constants import MAX_FRAME_BYTES
+from protocol.errors import LocalProtocolError, TransportError
+from protocol.messages import BlobRef, BlobReply, BlobRequest, RolloutGroup
+from protocol.topics import BLOB_PROTOCOL
+from tests.node.verify.world import World, identity
+
+WORLD = World(group_size=3)
+ALICE, BOB = identity("alice"), identity("bob")
+MIXED = WORLD.group(ALICE.peer_id)
+
+
+def with_rewards(*rewards: float, slot: int = 0) -> RolloutGroup:
+    group = WORLD.group(ALICE.peer_id, slot=slot)
+    rollouts = tuple(
+        msgspec.structs.replace(rollout, reward=reward)
+        for rollout, reward in zip(group.rollouts, rewards, strict=True)
+    )
+    return msgspec.structs.replace(group, rollouts=rollouts)
+
+
+# --- announce ----------------------------------------------------------------------------------------------
+
+
+def test_a_group_with_mixed_rewards_is_offered_with_its_body() -> None:
+    group = with_rewards(0.0, 1.0, 0.0)
+    announcement, body = announce(group)
+    assert body == encode(group)
+    assert announcement.body == BlobRef(digest(body), len(body))
+    assert announcement.rewards == (0.0, 1.0, 0.0)
+    assert announcement.completions == completions_digest(group.rollouts)
+    assert (announcement.lineage, announcement.prompt) == (group.lineage, group.prompt)
+    assert announcement.policy_version == group.policy_version
+
+
+@pytest.mark.parametrize("reward", [0.0, 1.0, 0.3])
+def test_a_group_with_equal_rewards_is_a_receipt_only(reward: float) -> None:
+    announcement, body = announce(with_rewards(reward, reward, reward))
+    assert body is None
+    assert announcement.body is None
+    assert announcement.rewards == (reward,) * 3
+
+
+def test_a_body_above_the_cap_is_never_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publish, "MAX_BLOB_BYTES", 100)
+    with pytest.raises(LocalProtocolError, match="is above the cap of 100"):
+        announce(MIXED)
+
+
+# --- serving -----------------------------------------------------------------------------------------------
+
+
+class Stand:
+    """A publisher and one customer."""
+
+    def __init__(self, keep_bodies: int = 8) -> None:
+        clock = VirtualClock()
+        network = MemoryNetwork(clock=clock)
+        self.seller: MemoryTransport = network.transport(ALICE.peer_id)
+        self.buyer: MemoryTransport = network.transport(BOB.peer_id)
+        sequence = itertools.count(1)
+        self.gossip = Gossip(self.seller, ALICE, WORLD.charter, clock, lambda: next(sequence))
+        self.publisher = Publisher(self.seller, self.gossip, keep_bodies=keep_bodies, ttl_ms=60_000)
+
+    async def __aenter__(self) -> Stand:
+        await self.seller.start()
+        await self.buyer.start()
+        await self.buyer.connect(self.seller.addresses()[0])
+        return self
+
+    async def __aexit__(self, *_: Any) -> None:
+        await self.buyer.close()
+        await self.seller.close()
+
+    async def ask(self, wanted: str) -> tuple[int, list[bytes]]:
+        stream = await self.buyer.open_stream(self.seller.peer_id, BLOB_PROTOCOL)
+        await stream.send(encode(BlobRequest(wanted)))
+        size = decode(await stream.receive(), BlobReply, max_bytes=1024).size
+        frames: list[bytes] = []
+        while sum(map(len, frames)) < size:
+            frames.append(await stream.receive())
+        with pytest.raises(TransportError):
+            await stream.receive()  # nothing more comes
+        return size, frames
+
+
+def test_a_body_is_served_by_its_digest() -> None:
+    async def main() -> None:
+        async with Stand() as stand:
+            announcement = await stand.publisher.publish(MIXED)
+            size, frames = await stand.ask(announcement.body.digest)
+            assert frames == [encode(MIXED)]
+            assert size == announcement.body.size
+            assert (stand.publisher.announced, stand.publisher.bodies_served) == (1, 1)
+            assert stand.gossip.held_count == 1
+
+    run_virtual(main())
+
+
+def test_a_large_body_comes_in_full_frames() -> None:
+    async def main() -> None:
+        async with Stand() as stand:
+            body = bytes(MAX_FRAME_BYTES) + b"end"
+            announcement = msgspec.structs.replace(announce(MIXED)[0], body=BlobRef(digest(body), len(body)))
+            await stand.publisher.offer(announcement, body)
+            size, frames = await stand.ask(digest(body))
+            assert [len(frame) for frame in frames] == [MAX_FRAME_BYTES, 3]
+            assert b"".join(frames) == body
+            assert size == len(body)
+
+    run_virtual(main())
+
+
+def test_what_is_not_here_has_size_zero() -> None:
+    async def main() -> None:
+        async with Stand() as stand:
+            await stand.publisher.publish(with_rewards(1.0, 1.0, 1.0))
+            assert await stand.ask("0" * 64) == (0, [])
+            assert (stand.publisher.announced, stand.publisher.bodies_served) == (1, 0)
+
+    run_virtual(main())
+
+
+def test_only_the_newest_bodies_are_kept() -> None:
+    async def main() -> None:
+        async with Stand(keep_bodies=2) as stand:
+            made = [
+                await stand.publisher.publish(with_rewards(0.0, 0.0, 1.0, slot=slot)) for slot in range(4)
+            ]
+            sizes = [(await stand.ask(each.body.digest))[0] > 0 for each in made]
+            assert sizes == [False, False, True, True]
+            assert stand.publisher.announced == 4
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("request_bytes", [b"\xc1garbage", encode(BlobReply(5)), b"x" * 1025])
+def test_a_bad_request_closes_that_stream_and_is_counted(request_bytes: bytes) -> None:
+    async def main() -> None:
+        async with Stand() as stand:
+            await stand.publisher.publish(MIXED)
+            stream = await stand.buyer.open_stream(stand.seller.peer_id, BLOB_PROTOCOL)
+            await stream.send(request_bytes)
+            with pytest.raises(TransportError):
+                await stream.receive()
+            assert [peer for peer, _ in stand.seller.counters()] == [BOB.peer_id]
+            assert (await stand.ask(digest(encode(MIXED))))[0] > 0  # others are still served
+
+    run_virtual(main())
+
+
+def test_a_dead_network_is_no_error_of_publishing() -> None:
+    async def main() -> None:
+        async with Stand() as stand:
+            stand.seller.stack_died()
+            await stand.publisher.publish(MIXED)
+            assert stand.gossip.held_count == 1  # neighbours get it by reconciliation
+            stand.seller.stack_restarted()
+            assert (await stand.ask(digest(encode(MIXED))))[0] > 0
+
+    run_virtual(main())

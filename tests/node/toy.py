@@ -1,0 +1,250 @@
+"""Whole nodes, cheap: tiny random policies, a task that is scored in process, virtual time, one network.
+
+The question of a seed is a number of six digits; a completion is worth 1 when its length is odd. Any policy
+therefore gets mixed rewards at once, and no sandbox has to start."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from node.clock import VirtualClock
+from node.compute import InlineCompute
+from node.config import NodeConfig, load_config
+from node.events import Event, EventBus
+from node.node import Node, NodeParts
+from node.rollout.engine.transformers import TransformersEngine
+from node.rollout.environment import Completion, Prompt, Score
+from node.rollout.policy import Policy
+from node.sandbox.scorer import FailureReason, ScoredGroup, ScoreFailure, Scorer
+from node.sandbox.strength import SandboxReport, SandboxStrength
+from node.state import MemorySequence, MemoryWindows
+from node.train.settings import TrainSettings
+from node.train.step import Trainer
+from node.transport.links import LINKS
+from node.transport.memory import MemoryNetwork, MemoryTransport
+from protocol.charter import found, swarm_id
+from protocol.identity import Identity
+from protocol.messages import Charter
+from protocol.records import record_validator
+from protocol.replay import ReplayCache
+from tests.node.verify.world import identity
+
+__all__ = ["COSTS_S", "TASK", "ToyEnvironment", "ToySandbox", "ToySwarm", "ToyTrouble", "make_charter"]
+
+TASK = "toy/odd"
+COSTS_S = {"generate": 0.1, "train": 0.2, "score": 0.005, "verify": 0.01, "evaluate": 0.1}
+
+E = TypeVar("E", bound=Event)
+
+
+class ToyTrouble(Exception):
+    """What a test makes a stage raise."""
+
+
+class ToyEnvironment:
+    """See the module's docstring."""
+
+    name = TASK
+    evaluates_answers = False
+    reproducible = True
+
+    def prompt(self, seed: int, index: int) -> Prompt:
+        return Prompt(TASK, f"{seed % 10**6:06d}", seed, index, {})
+
+    def score(self, prompt: Prompt, completion: Completion) -> Score:
+        return Score(float(len(completion.text) % 2), ())
+
+
+class ToySandbox:
+    """Scores in process; `failure` makes it fail as told."""
+
+    report = SandboxReport(SandboxStrength.STRONG, (), (), (), ())
+    restarts = 0
+
+    def __init__(self) -> None:
+        self.failure: FailureReason | None = None
+        self.calls = 0
+
+    def score(
+        self, environment: str, seed: int, index: int, completions: Sequence[Completion]
+    ) -> ScoredGroup | ScoreFailure:
+        self.calls += 1
+        if self.failure is not None:
+            return ScoreFailure(self.failure, "as told")
+        task = ToyEnvironment()
+        prompt = task.prompt(seed, index)
+        return ScoredGroup(tuple(task.score(prompt, completion) for completion in completions))
+
+
+def make_charter(policies: Sequence[Policy], created_at: int, **rules: Any) -> Charter:
+    """A swarm in which half of a window's prompts are shared by any two nodes."""
+    tokenizers = {policy.tokenizer_digest: policy for policy in policies}
+    fields: dict[str, Any] = {
+        "name": "toys",
+        "environments": [{"name": TASK}],
+        "tokenizers": [
+            {
+                "name": f"letters{number}",
+                "digest": digest,
+                "vocab_size": policy.vocab_size,
+                "eos_token_id": policy.eos_token_id,
+            }
+            for number, (digest, policy) in enumerate(sorted(tokenizers.items()))
+        ],
+        "group_size": 4,
+        "max_new_tokens": 5,
+        "window_ms": 2000,
+        "universe_size": 64,
+        "pool_size": 32,
+        "slots_per_window": 16,
+        "rules": {"max_logprob_gap": 50.0, "max_age_windows": 5},
+    }
+    return found(identity("founder"), fields | rules, created_at)
+
+
+@dataclass
+class Toy:
+    """A node of the toy swarm and what it said."""
+
+    identity: Identity
+    node: Node
+    parts: NodeParts
+    transport: MemoryTransport | None
+    events: list[Event] = field(default_factory=list)
+    task: asyncio.Task[None] | None = None
+
+    @property
+    def peer_id(self) -> str:
+        return self.identity.peer_id
+
+    def of(self, kind: type[E]) -> list[E]:
+        """All events of one type."""
+        return [event for event in self.events if isinstance(event, kind)]
+
+
+class ToySwarm:
+    """Nodes in one process. Use as an async context manager inside `run_virtual`."""
+
+    def __init__(
+        self,
+        home: Path,
+        policies: Sequence[Policy],
+        *,
+        seed: int = 0,
+        link: str = "perfect",
+        costs_s: Mapping[str, float] = COSTS_S,
+        **rules: Any,
+    ) -> None:
+        self.home = home
+        self.policies = policies
+        self.clock = VirtualClock()
+        self.network = MemoryNetwork(seed, LINKS[link], self.clock)
+        self.costs_s = costs_s
+        self.charter = make_charter(policies, self.clock.now_ms(), **rules)
+        self.swarm_id = swarm_id(self.charter)
+        self.sandbox = ToySandbox()
+        self.toys: list[Toy] = []
+
+    async def __aenter__(self) -> ToySwarm:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for toy in self.toys:
+            if toy.task is not None and not toy.task.done():
+                toy.node.stop("the test is over")
+                with contextlib.suppress(ToyTrouble):
+                    await toy.task
+
+    def config(self, name: str, **settings: Any) -> NodeConfig:
+        """Small and quick; `train__steps=3` sets `train.steps`."""
+        defaults: dict[str, Any] = {
+            "name": name,
+            "home": self.home / name,
+            "network.transport": "memory",
+            "network.reconcile_s": 2.0,
+            "train.steps": 5,
+            "train.local_groups": 2,
+            "train.external_groups": 2,
+            "train.external_wait_s": 1.0,
+            "train.checkpoint_every": 1000,
+            "evaluate.prompts_per_task": 1,
+            "evaluate.every": 1000,
+        }
+        changes = {key.replace("__", "."): value for key, value in settings.items()}
+        return load_config([], defaults | changes)
+
+    async def add(
+        self,
+        name: str,
+        policy: int = 0,
+        *,
+        bootstraps: Sequence[Toy] = (),
+        connected: bool = True,
+        change: Callable[[NodeParts], NodeParts] = lambda parts: parts,
+        **settings: Any,
+    ) -> Toy:
+        """A node that is not running yet."""
+        who = identity(name)
+        addresses = tuple(f"/memory/p2p/{toy.peer_id}" for toy in bootstraps)
+        config = self.config(name, network__bootstraps=addresses, **settings)
+        transport = None
+        if connected:
+            transport = self.network.transport(
+                who.peer_id, validate_record=record_validator(self.swarm_id, self.clock.now_ms)
+            )
+            await transport.start()
+        bus = EventBus()
+        chosen = self.policies[policy]
+        train = TrainSettings(max_completion_tokens=40, length_norm_tokens=5, measure_start_kl=False)
+        parts = change(
+            NodeParts(
+                identity=who,
+                charter=self.charter,
+                policy=chosen,
+                settings=train,
+                trainer=Trainer(chosen, train),
+                engine=TransformersEngine(chosen),
+                environments={TASK: ToyEnvironment()},
+                sandbox=cast("Scorer", self.sandbox),
+                decoders={each.tokenizer_digest: each.decode for each in self.policies},
+                transport=transport,
+                sequence=MemorySequence(self.clock.now_ms()),
+                replay=ReplayCache(),
+                windows=MemoryWindows(),
+                standings=(),
+                clock=self.clock,
+                compute=InlineCompute(self.costs_s),
+                bus=bus,
+                rss_bytes=lambda: 0,
+            )
+        )
+        toy = Toy(who, Node(config, parts), parts, transport)
+        bus.subscribe(toy.events.append)
+        self.toys.append(toy)
+        return toy
+
+    def start(self, *toys: Toy) -> None:
+        """Run these nodes, or all."""
+        for toy in toys or self.toys:
+            toy.task = asyncio.create_task(toy.node.run(), name=toy.node.config.name)
+
+    async def run(self, *toys: Toy) -> None:
+        """Start these nodes, or all, and wait until each has done its steps."""
+        self.start(*toys)
+        await self.finished(*toys)
+
+    async def finished(self, *toys: Toy) -> None:
+        """Wait until these nodes, or all, have done their steps; what a node raised is raised."""
+        for toy in toys or self.toys:
+            if toy.task is None:
+                raise ValueError(f"{toy.node.config.name} was not started")
+            done = asyncio.create_task(toy.node.finished.wait())
+            await asyncio.wait([done, toy.task], return_when=asyncio.FIRST_COMPLETED)
+            done.cancel()
+            if toy.task.done():
+                await toy.task

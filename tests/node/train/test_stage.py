@@ -1,0 +1,700 @@
+"""The train stage: what it waits for, what it takes, what it leaves out, and what it says."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, cast
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from node.clock import SystemClock, VirtualClock, run_virtual
+from node.compute import Compute, InlineCompute, ThreadCompute
+from node.events import Event, EventBus, Notice, SourceShare, StepDone, decode_event, encode_event
+from node.rollout.engine.base import TokenSequence
+from node.rollout.engine.transformers import TransformersEngine
+from node.rollout.policy import Policy
+from node.rollout.worker import OwnGroup
+from node.share.peers import PeerBook
+from node.share.pool import PooledGroup, ReplayPool
+from node.supervise import StageGauge
+from node.train import prepare
+from node.train.batch import TrainingBatch
+from node.train.groups import OWN_SOURCE, TrainingDataError
+from node.train.settings import TrainSettings, Treatment, TreatmentSettings
+from node.train.stage import StagePlan, TrainStage
+from node.train.step import StepReport, Trainer
+from node.weight.answered import AnsweredPrompts
+from node.weight.trust import Hardness, TrustBook
+from protocol.messages import (
+    Announcement,
+    FinishReason,
+    Lineage,
+    PromptRef,
+    Rollout,
+    RolloutGroup,
+    Sampling,
+    VerificationRules,
+)
+from tests.node.verify.world import identity, rollout
+
+ME, ALICE, BOB = (identity(name).peer_id for name in ("me", "alice", "bob"))
+TOKENS = [5, 6, 7, 1]
+RULES = VerificationRules(max_policy_lag=5, max_age_windows=3)
+NOW = 10.5
+"""Windows."""
+
+
+class ToyTrainer:
+    """Remembers batches; its next report is `report` with the given changes."""
+
+    def __init__(self) -> None:
+        self.policy_version = 0
+        self.batches: list[TrainingBatch] = []
+        self.changes: dict[str, Any] = {}
+
+    def step(self, batch: TrainingBatch) -> StepReport:
+        self.batches.append(batch)
+        if not self.changes.get("skipped"):
+            self.policy_version += 1
+        values: dict[str, Any] = {
+            "policy_version": self.policy_version,
+            "skipped": False,
+            "loss": 0.5,
+            "grad_norm": 1.0,
+            "learning_rate": 1e-3,
+            "entropy": 2.0,
+            "kl_start": 0.1,
+            "tokens": 4,
+            "sources": (),
+            "logprobs_BT": torch.full(batch.targets_BT.shape, -1.0),
+            "train_s": 0.25,
+        }
+        return StepReport(**(values | self.changes))
+
+
+def rollouts_of(rewards: Sequence[float], **changes: Any) -> tuple[Rollout, ...]:
+    return tuple(
+        rollout(TOKENS, [-1.0] * 4, reward=reward, text="abc", finish=FinishReason.STOP, **changes)
+        for reward in rewards
+    )
+
+
+class Bench:
+    """A train stage on toys."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        trainer: Any = None,
+        settings: TrainSettings | None = None,
+        compute: Compute | None = None,
+        **plan: Any,
+    ) -> None:
+        self.policy = policy
+        self.clock = VirtualClock()
+        self.trainer = trainer or ToyTrainer()
+        self.own: asyncio.Queue[OwnGroup] = asyncio.Queue()
+        self.pool = ReplayPool(64, 2, random.Random(0))
+        self.pooled = asyncio.Event()
+        self.peers = PeerBook(policy.tokenizer_digest)
+        self.trust = TrustBook()
+        self.answered = AnsweredPrompts()
+        self.active = False
+        self.drawn = 0
+        self.discarded = 0
+        self.calls: list[str] = []
+        self.events: list[Event] = []
+        self.finished = asyncio.Event()
+        self.gauge = StageGauge("train", self.clock, "own groups")
+        self.weight = StageGauge("weight", self.clock, "a step")
+        self.number = 0
+        bus = EventBus()
+        bus.subscribe(self.events.append)
+        values: dict[str, Any] = {
+            "steps": 1,
+            "local_groups": 1,
+            "external_groups": 2,
+            "external_wait_s": 2.0,
+            "evaluate_every": 100,
+            "checkpoint_every": 100,
+        }
+        self.plan = StagePlan(**(values | plan))
+        self.stage = TrainStage(
+            cast("Trainer", self.trainer),
+            policy,
+            settings or TrainSettings(),
+            self.plan,
+            own=self.own,
+            pool=self.pool,
+            pooled=self.pooled,
+            peers=self.peers,
+            trust=self.trust,
+            answered=self.answered,
+            rules=RULES,
+            window=lambda: NOW,
+            peers_active=lambda: self.active,
+            drawn=self._drawn,
+            discarded=self._discarded,
+            broadcast=lambda version: self._call(f"broadcast {version}"),
+            evaluate=lambda moment: self._call(f"evaluate {moment}"),
+            save=lambda: self._call("save"),
+            compute=compute or InlineCompute({}),
+            clock=self.clock,
+            bus=bus,
+            gauge=self.gauge,
+            weight_gauge=self.weight,
+            finished=self.finished,
+        )
+
+    def _drawn(self) -> None:
+        self.drawn += 1
+
+    def _discarded(self, groups: int) -> None:
+        self.discarded += groups
+
+    async def _call(self, what: str) -> None:
+        self.calls.append(what)
+
+    def group(self, author: str, rewards: Sequence[float], **changes: Any) -> RolloutGroup:
+        self.number += 1
+        fields: dict[str, Any] = {
+            "author": author,
+            "lineage": Lineage(author, "a" * 64, self.policy.tokenizer_digest),
+            "policy_version": 0,
+            "environment": "toy",
+            "prompt": PromptRef(10, 0, 1000 + self.number),
+            "question": "12+3",
+            "sampling": Sampling(5),
+            "engine": "toy",
+            "dtype": "float32",
+            "rollouts": rollouts_of(rewards),
+        }
+        return RolloutGroup(**(fields | changes))
+
+    def make_own(self, *rewards: float, index: int | None = None, **changes: Any) -> None:
+        """An own group is ready."""
+        if index is not None:
+            changes["prompt"] = PromptRef(10, 0, index)
+        group = self.group(ME, rewards, **changes)
+        self.own.put_nowait(OwnGroup(group, rewards, generate_s=0.5))
+
+    def pool_in(self, author: str, *rewards: float, index: int | None = None, **changes: Any) -> str:
+        """A peer's group is accepted; returns its digest."""
+        if index is not None:
+            changes["prompt"] = PromptRef(10, 0, index)
+        group = self.group(author, rewards, **changes)
+        digest = f"{self.number:064x}"[::-1]
+        self.pool.add(PooledGroup(digest, group, rewards, arrived_at=self.number))
+        self.pooled.set()
+        return digest
+
+    def heard_version(self, author: str, version: int) -> None:
+        lineage = Lineage(author, "a" * 64, self.policy.tokenizer_digest)
+        said = Announcement(lineage, version, PromptRef(10, 0, 0), "d" * 64, (1.0,))
+        self.peers.announced(author, said, at=1)
+
+    def rejected(self, author: str) -> dict[str, int]:
+        rows = self.peers.table(frozenset({author}), {}, lambda _: 0.0)
+        return next(row.rejected for row in rows if row.peer_id == author)
+
+    @property
+    def step(self) -> StepDone:
+        """The only step so far."""
+        (event,) = [event for event in self.events if isinstance(event, StepDone)]
+        assert decode_event(encode_event(event)) == event  # finite: JSON has no NaN
+        return event
+
+    def sources(self) -> list[str]:
+        """Source of each group of the last batch."""
+        return [group.source for group in self.trainer.batches[-1].groups]
+
+
+@pytest.fixture
+def bench(policy: Policy) -> Callable[..., None]:
+    """Runs a test with a bench whose stage it starts itself."""
+
+    def run(test: Callable[[Bench], Awaitable[None]], **options: Any) -> None:
+        async def main() -> None:
+            await test(Bench(policy, **options))
+
+        run_virtual(main())
+
+    return run
+
+
+# --- waiting -----------------------------------------------------------------------------------------------
+
+
+def test_without_peers_nobody_is_waited_for(bench: Callable[..., None]) -> None:
+    async def test(bench: Bench) -> None:
+        bench.make_own(0.0, 1.0)
+        await bench.stage.run()
+        assert (bench.step.wait_s, bench.step.groups_external) == (0.0, 0)
+        assert bench.clock.monotonic_s() == 0.0
+        assert bench.drawn == 1  # what is discarded or drawn may make room
+
+    bench(test)
+
+
+def test_active_peers_are_waited_for_so_long_and_no_longer(bench: Callable[..., None]) -> None:
+    async def test(bench: Bench) -> None:
+        bench.active = True
+        bench.make_own(0.0, 1.0)
+        running = asyncio.create_task(bench.stage.run())
+        await asyncio.sleep(1)
+        assert bench.weight.status().waiting_for == "peers' groups"
+        assert bench.gauge.status().waiting_for == "peers' groups"
+        bench.pool_in(ALICE, 0.0, 1.0)  # one of two
+        await running
+        assert bench.step.wait_s == pytest.approx(2.0)
+        assert bench.step.groups_external == 1
+
+    bench(test)
+
+
+def test_a_step_goes_on_as_soon_as_there_are_enough(bench: Callable[..., None]) -> None:
+    async def test(bench: Bench) -> None:
+        bench.active = True
+        bench.make_own(0.0, 1.0)
+        loop = asyncio.get_running_loop()
+        loop.call_later(0.4, bench.pool_in, ALICE, 0.0, 1.0)
+        loop.call_later(0.7, bench.pool_in, BOB, 0.0, 1.0)
+        await bench.stage.run()
+        assert bench.step.wait_s == pytest.approx(0.7)
+        assert sorted(bench.sources()) == sorted([OWN_SOURCE, ALICE, BOB])
+
+    bench(test)
+
+
+def test_peers_that_leave_meanwhile_end_the_wait_at_the_next_group(bench: Callable[..., None]) -> None:
+    async def test(bench: Bench) -> None:
+        bench.active = True
+        bench.make_own(0.0, 1.0)
+
+        def last() -> None:
+            bench.active = False
+            bench.pool_in(ALICE, 0.0, 1.0)
+
+        asyncio.get_running_loop().call_later(0.5, last)
+        await bench.stage.run()
+        assert bench.step.wait_s == pytest.approx(0.5)
+
+    bench(test)
+
+
+def test_a_node_that_wants_no_external_groups_never_waits(bench: Callable[..., None]) -> None:
+    async def test(bench: Bench) -> None:
+        bench.active = True
+        bench.pool_in(ALICE, 0.0, 1.0)
+        bench.make_own(0.0, 1.0)
+        await bench.stage.run()
+        assert (bench.step.wait_s, bench.sources()) == (0.0, [OWN_SOURCE])
+
+    bench(test, external_groups=0)
+
+
+def test_own_groups_are_waited_for_by_name(bench: Callable[..., None]) -> None:
+    async def test(bench: Bench) -> None:
+        running = asyncio.create_task(bench.stage.run())
+        await asyncio.sleep(5)
+        assert (bench.gauge.status().waiting_for, bench.gauge.status().waiting_s) == ("own groups", 5.0)
+        bench.make_own(0.0, 1.0)
+        await asyncio.sleep(5)
+        assert not running.done()
+        bench.make_own(1.0, 0.0)
+        await running
+        assert bench.step.wait_s == pytest.approx(10)
+        assert bench.step.groups_local == 2
+
+    bench(test, local_groups=2)
+
+
+def test_each_stage_works_while_its_work_is_done_and_waits_by_name_else(policy: Policy) -> None:
+    """As (train, weight), while the train lane, the weight lane, and the two calls out of the stage run."""
+    seen: dict[str, tuple[str, str]] = {}
+
+    class Watched(InlineCompute):
+        async def run(self, lane: str, function: Any, *args: Any, **kwargs: Any) -> Any:
+            look(lane)
+            return await super().run(lane, function, *args, **kwargs)
+
+    def look(what: str) -> None:
+        seen[what] = (made.gauge.status().waiting_for, made.weight.status().waiting_for)
+
+    async def call(what: str) -> None:
+        look(what)
+
+    async def main() -> None:
+        nonlocal made
+        made = Bench(policy, compute=Watched({}))
+        made.stage._broadcast = lambda version: call("broadcast")
+        made.stage._evaluate = call
+        made.stage._save = lambda: call("save")
+        look("first")
+        made.make_own(0.0, 1.0)
+        await made.stage.run()
+
+    made = cast("Bench", None)
+    run_virtual(main())
+    assert seen == {
+        "first": ("own groups", "a step"),
+        "before": ("", "a step"),
+        "weight": ("weights", ""),
+        "train": ("", "a step"),
+        "broadcast": ("broadcast", "a step"),
+        "save": ("", "a step"),
+        "after": ("", "a step"),
+    }
+
+
+# --- what is taken and what is not -------------------------------------------------------------------------
+
+
+def test_stale_lagging_and_quarantined_groups_are_discarded(bench: Callable[..., None]) -> None:
+    async def test(bench: Bench) -> None:
+        bench.make_own(0.0, 1.0)
+        bench.pool_in(ALICE, 0.0, 1.0, prompt=PromptRef(6, 0, 1))  # four windows old, three allowed
+        kept = bench.pool_in(ALICE, 0.0, 1.0, prompt=PromptRef(7, 0, 2), policy_version=4)
+        bench.pool_in(ALICE, 0.0, 1.0, policy_version=3)  # six versions behind, five allowed
+        bench.heard_version(ALICE, 9)
+        bench.pool_in(BOB, 0.0, 1.0)
+        bench.trust.record(BOB, Hardness.HARD, NOW)
+        assert bench.trust.quarantined(BOB, NOW)
+        await bench.stage.run()
+        assert bench.sources() == [OWN_SOURCE, ALICE]
+        (_, group) = bench.trainer.batches[-1].groups
+        assert (group.group, group.lag, group.age_windows) == (kept[:12], 5, 3)
+        assert (bench.step.pool, len(bench.pool)) == (1, 1)  # the kept one may be used once more
+        assert (bench.step.staleness, bench.step.age_windows) == (2.5, 3.0)
+
+    bench(test, external_groups=4)
+
+
+def test_a_group_that_teaches_nothing_is_left_out(bench: Callable[..., None]) -> None:
+    async def test(bench: Bench) -> None:
+        bench.make_own(0.0, 1.0)
+        bench.pool_in(ALICE, 1.0, 1.0)
+        bench.pool_in(BOB, 0.0, 1.0)
+        await bench.stage.run()
+        assert bench.sources() == [OWN_SOURCE, BOB]
+        assert bench.rejected(ALICE) == {}
+        assert bench.step.groups_external == 1
+
+    bench(test)
+
+
+@pytest.mark.parametrize(
+    "rollouts",
+    [
+        (msgspec.structs.replace(rollouts_of([0.0])[0], token_ids=b"\xff" * 16), *rollouts_of([1.0])),
+        (msgspec.structs.replace(rollouts_of([0.0])[0], token_ids=b"", logprobs=b""), *rollouts_of([1.0])),
+        (msgspec.structs.replace(rollouts_of([0.0])[0], logprobs=b"\0" * 8), *rollouts_of([1.0])),
+        (
+            msgspec.structs.replace(rollouts_of([0.0])[0], logprobs=b"\x00\x00\xc0\x7f" * 4),
+            *rollouts_of([1.0]),
+        ),
+    ],
+    ids=["token_range", "empty", "lengths", "nan"],
+)
+def test_a_group_that_must_not_reach_the_optimiser_is_dropped_counted_and_the_step_goes_on(
+    bench: Callable[..., None], rollouts: tuple[Rollout, ...]
+) -> None:
+    async def test(bench: Bench) -> None:
+        bench.make_own(0.0, 1.0)
+        bench.pool_in(ALICE, 0.0, 1.0, rollouts=rollouts)
+        bench.pool_in(BOB, 0.0, 1.0)
+        await bench.stage.run()
+        assert bench.sources() == [OWN_SOURCE, BOB]
+        assert bench.rejected(ALICE) == {"training_data": 1}
+        assert bench.step.groups_external == 1
+
+    bench(test)
+
+
+def test_even_a_step_of_bad_externals_only_trains_on_the_own_groups(bench: Callable[..., None]) -> None:
+    async def test(bench: Bench) -> None:
+        bench.make_own(0.0, 1.0)
+        for author in (ALICE, BOB):
+            bench.pool_in(author, 0.0, 1.0, sampling=Sampling(5, temperature=1e-9))
+        await bench.stage.run()
+        assert bench.sources() == [OWN_SOURCE]
+        assert bench.rejected(ALICE) == bench.rejected(BOB) == {"training_data": 1}
+
+    bench(test)
+
+
+def test_a_bad_own_group_is_our_bug_and_ends_the_stage(bench: Callable[..., None]) -> None:
+    async def test(bench: Bench) -> None:
+        bench.make_own(0.0, 5000.0)
+        with pytest.raises(TrainingDataError, match="reward 5000"):
+            await bench.stage.run()
+
+    bench(test)
+
+
+def test_another_tokenizers_group_is_tokenized_again(bench: Callable[..., None]) -> None:
+    async def test(bench: Bench) -> None:
+        bench.make_own(0.0, 1.0)
+        bench.pool_in(ALICE, 0.0, 1.0, lineage=Lineage(ALICE, "a" * 64, "c" * 64))
+        await bench.stage.run()
+        group = bench.trainer.batches[-1].groups[1]
+        wanted = bench.policy.encode_completion("abc", True)
+        assert [rollout.tokens_T.tolist() for rollout in group.rollouts] == [wanted, wanted]
+        assert group.rollouts[0].behaviour_T is None
+        assert group.rollouts[0].behaviour_sum == pytest.approx(-4.0)
+
+    bench(test)
+
+
+# --- treatment ---------------------------------------------------------------------------------------------
+
+
+def test_each_external_group_gets_its_treatment_and_is_counted(bench: Callable[..., None]) -> None:
+    async def test(bench: Bench) -> None:
+        bench.make_own(0.0, 0.0, index=1)  # failed
+        bench.make_own(0.0, 1.0, index=2)  # mixed
+        bench.pool_in(ALICE, 0.0, 1.0, index=1)
+        bench.pool_in(ALICE, 1.0, 1.0, index=2)  # alike, but not in view of both
+        bench.pool_in(BOB, 0.0, 1.0, index=3)
+        await bench.stage.run()
+        treatments = {group.group: group.treatment for group in bench.trainer.batches[-1].groups[2:]}
+        assert sorted(treatments.values()) == [Treatment.COMPAT, Treatment.GRAFT, Treatment.HACPO]
+        step = bench.step
+        assert (step.groups_external, step.graft_groups, step.hacpo_groups) == (3, 1, 1)
+        assert step.prompts_shared == 2
+        assert bench.answered.of(1)[OWN_SOURCE] == (0.0, 0.0)
+
+    bench(test, local_groups=2, external_groups=3)
+
+
+def test_capabilities_are_measured_on_mixed_groups_over_five_steps_worth(bench: Callable[..., None]) -> None:
+    async def test(bench: Bench) -> None:
+        bench.make_own(0.0, 0.0)
+        bench.make_own(0.0, 1.0)
+        bench.pool_in(ALICE, 0.5, 1.0)
+        bench.pool_in(ALICE, 1.0, 1.0)  # with verification off such a thing may come in
+        await bench.stage.run()
+        capability = bench.stage._capability
+        assert (capability.value(OWN_SOURCE), capability.value(ALICE)) == (0.5, 0.75)
+        for _ in range(10):
+            capability.observe(OWN_SOURCE, (0.8, 1.0))
+        assert capability.value(OWN_SOURCE) == pytest.approx(0.9)  # five steps of two groups
+
+    bench(test, local_groups=2)
+
+
+def test_a_peer_of_another_tokenizer_is_not_blamed_for_a_forced_token_level_objective(
+    bench: Callable[..., None],
+) -> None:
+    async def test(bench: Bench) -> None:
+        bench.make_own(0.0, 1.0)
+        bench.pool_in(ALICE, 0.0, 1.0, lineage=Lineage(ALICE, "a" * 64, "c" * 64))
+        bench.pool_in(BOB, 0.0, 1.0)
+        await bench.stage.run()
+        treatments = {group.source: group.treatment for group in bench.trainer.batches[-1].groups}
+        assert treatments == {OWN_SOURCE: Treatment.OWN, ALICE: Treatment.COMPAT, BOB: Treatment.OWN}
+        assert bench.rejected(ALICE) == {}
+
+    bench(test, settings=TrainSettings(treatment=TreatmentSettings(force=Treatment.OWN)))
+
+
+def test_what_takes_long_runs_beside_the_loop(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: dict[str, set[str]] = {}
+
+    def watch(name: str, function: Any) -> Any:
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            threads.setdefault(name, set()).add(threading.current_thread().name)
+            return function(*args, **kwargs)
+
+        return watched
+
+    for name in ("training_rollouts", "collate"):
+        monkeypatch.setattr(prepare, name, watch(name, getattr(prepare, name)))
+
+    async def main() -> None:
+        compute = ThreadCompute()
+        try:
+            made = Bench(policy, compute=compute)
+            made.clock = cast("VirtualClock", SystemClock())
+            made.stage._clock = made.clock
+            made.make_own(0.0, 1.0)
+            made.pool_in(ALICE, 0.0, 1.0, lineage=Lineage(ALICE, "a" * 64, "c" * 64))
+            await made.stage.run()
+        finally:
+            compute.close()
+
+    asyncio.run(main())
+    assert set(threads) == {"training_rollouts", "collate"}
+    assert all(name.startswith("swarm-weight") for names in threads.values() for name in names)
+
+
+def test_a_second_use_is_clipped_against_the_first(policy: Policy) -> None:
+    """With a step of 0.05 the policy moves far; from then on the ratio to the log-probabilities of the first
+    use leaves [0.8, 1.2] for most tokens. Against itself it would be 1, and nothing would be clipped."""
+
+    async def main() -> None:
+        settings = TrainSettings(measure_start_kl=False, learning_rate=0.05, warmup_steps=0)
+        trainer = Trainer(policy, settings)
+        made = Bench(policy, trainer=trainer, settings=settings, steps=2, external_groups=1)
+        for _ in range(2):
+            made.make_own(0.0, 1.0)
+        digest = made.pool_in(ALICE, 0.0, 1.0)
+        first_logprobs = TransformersEngine(policy).logprobs(
+            [TokenSequence(tuple(policy.encode_prompt("12+3")), tuple(TOKENS))]
+        )[0]
+        kept: list[float] = []
+        made.stage._broadcast = lambda version: look()
+
+        async def look() -> None:
+            rows = made.stage._ingestion.get(digest)
+            if rows is not None:
+                assert len(rows) == 2
+                np.testing.assert_allclose(rows[0], first_logprobs, atol=1e-4)
+
+        await made.stage.run()
+        for event in made.events:
+            if isinstance(event, StepDone):
+                kept += [source.kept for source in event.sources if source.source == ALICE]
+        assert kept[0] == 1.0
+        assert kept[1] < 0.7
+        assert made.stage._ingestion == {}  # twice used: the pool has dropped it
+
+    run_virtual(main())
+
+
+def test_after_a_skipped_step_a_group_starts_at_ratio_one_again(bench: Callable[..., None]) -> None:
+    async def test(bench: Bench) -> None:
+        bench.trainer.changes = {"skipped": True}
+        bench.make_own(0.0, 1.0)
+        bench.pool_in(ALICE, 0.0, 1.0)
+        await bench.stage.run()
+        assert bench.stage._ingestion == {}
+
+    bench(test)
+
+
+def test_trust_of_the_author_and_uses_reach_the_batch(bench: Callable[..., None]) -> None:
+    async def test(bench: Bench) -> None:
+        for _ in range(3):
+            bench.trust.record(ALICE, Hardness.ACCEPTED, NOW)
+        trust = bench.trust.trust(ALICE, NOW)
+        bench.make_own(0.0, 1.0)
+        bench.make_own(0.0, 1.0)
+        bench.pool_in(ALICE, 0.0, 1.0)
+        await bench.stage.run()
+        uses = [batch.groups[1].uses for batch in bench.trainer.batches]
+        assert uses == [0, 1]
+        assert all(batch.groups[1].trust == trust for batch in bench.trainer.batches)
+
+    bench(test, steps=2)
+
+
+# --- the course of a run -----------------------------------------------------------------------------------
+
+
+def test_evaluations_checkpoints_and_the_end(bench: Callable[..., None]) -> None:
+    async def test(bench: Bench) -> None:
+        for _ in range(5):
+            bench.make_own(0.0, 1.0)
+        await bench.stage.run()
+        assert bench.calls == [
+            "evaluate before",
+            "broadcast 1",
+            "broadcast 2",
+            "evaluate during",
+            "save",
+            "broadcast 3",
+            "broadcast 4",
+            "evaluate during",
+            "save",
+            "broadcast 5",
+            "save",
+            "evaluate after",
+        ]
+        assert bench.finished.is_set()
+
+    bench(test, steps=5, evaluate_every=2, checkpoint_every=2)
+
+
+def test_the_event_tells_the_step_in_numbers(bench: Callable[..., None]) -> None:
+    async def test(bench: Bench) -> None:
+        bench.trainer.policy_version = 3
+        cut = msgspec.structs.replace(rollouts_of([1.0])[0], token_ids=b"\5\0\0\0" * 2)
+        cut = msgspec.structs.replace(cut, logprobs=cut.logprobs[:8], finish=FinishReason.LENGTH)
+        bench.make_own(0.0, 1.0, rollouts=(*rollouts_of([0.0]), cut), policy_version=2)
+        bench.make_own(1.0, 1.0, policy_version=3)
+        bench.pool_in(ALICE, 0.0, 0.5)
+        await bench.stage.run()
+        step = bench.step
+        assert (step.policy_version, step.loss, step.skipped) == (4, 0.5, False)
+        assert (step.reward, step.reward_external) == (0.75, 0.25)
+        assert step.length_mean == pytest.approx((4 + 2 + 4 + 4) / 4)
+        assert (step.finished_share, step.zero_variance_share) == (0.75, 0.5)
+        assert (step.groups_local, step.groups_external) == (2, 1)
+        assert step.staleness == pytest.approx((1 + 0 + 0) / 3)
+        assert (step.generate_s, step.train_s, step.wait_s) == (1.0, 0.25, 0.0)
+        assert step.pool == 1
+
+    bench(test, local_groups=2)
+
+
+def test_a_step_that_is_not_finite_is_told_and_gives_its_room_back(bench: Callable[..., None]) -> None:
+    async def test(bench: Bench) -> None:
+        share = SourceShare(
+            source=OWN_SOURCE,
+            groups=1,
+            tokens=4,
+            weight=1.0,
+            loss=math.nan,
+            kept=1.0,
+            ess=math.inf,
+            advantage_abs=1.0,
+            gap=-math.inf,
+        )
+        bench.trainer.changes = {
+            "skipped": True,
+            "loss": math.nan,
+            "grad_norm": math.inf,
+            "kl_start": -math.inf,
+            "sources": (share,),
+        }
+        bench.make_own(0.0, 1.0)
+        await bench.stage.run()
+        step = bench.step
+        assert step.skipped
+        assert (step.policy_version, step.loss, step.grad_norm, step.kl_start) == (0, 0.0, 0.0, 0.0)
+        assert (step.sources[0].loss, step.sources[0].ess, step.sources[0].gap) == (0.0, 0.0, 0.0)
+        assert (step.entropy, step.sources[0].kept) == (2.0, 1.0)
+        (notice,) = [event for event in bench.events if isinstance(event, Notice)]
+        assert notice.level == "warning"
+        assert "left the weights untouched" in notice.text
+        assert not any(call.startswith("broadcast") for call in bench.calls)
+        assert bench.discarded == 1
+
+    bench(test)
+
+
+def test_a_real_trainer_learns_from_own_and_external_groups(policy: Policy) -> None:
+    async def main() -> None:
+        settings = TrainSettings(measure_start_kl=False)
+        made = Bench(policy, trainer=Trainer(policy, settings))
+        before = {name: tensor.numpy().tobytes() for name, tensor in made.trainer.state_dict().items()}
+        made.make_own(0.0, 1.0)
+        made.pool_in(ALICE, 0.0, 1.0)
+        await made.stage.run()
+        step = made.step
+        assert (step.policy_version, step.skipped) == (1, False)
+        assert [source.source for source in step.sources] == [OWN_SOURCE, ALICE]
+        assert step.grad_norm > 0
+        after = {name: tensor.numpy().tobytes() for name, tensor in made.trainer.state_dict().items()}
+        assert after != before
+
+    run_virtual(main())

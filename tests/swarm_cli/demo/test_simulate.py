@@ -1,0 +1,62 @@
+"""The simulated demo: the real command, twice, with equal metrics; timings (`*_s`) aside."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+STEPS = 5
+DEADLINE_S = 110.0
+
+
+def simulate(folder: Path, seed: int) -> tuple[dict[str, Any], dict[str, list[Any]]]:
+    """The JSON of `swarm demo --transport memory`, and the events of each node."""
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "swarm_cli", "demo", "--transport", "memory", "--json"),
+            *("--steps", str(STEPS), "--seed", str(seed), "--keep", str(folder)),
+            *("--set", "evaluate.prompts_per_task=16"),
+        ],
+        capture_output=True,
+        timeout=DEADLINE_S,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=True,
+    )
+    result = json.loads(done.stdout.splitlines()[-1])
+    metrics = {
+        node["name"]: [
+            json.loads(line)
+            for line in (folder / node["name"] / "runs/latest/metrics.jsonl").read_bytes().splitlines()
+        ]
+        for node in result["nodes"]
+    }
+    return result, metrics
+
+
+def without_timings(value: Any) -> Any:
+    """The value without what may differ: measured seconds, and the folder of the run."""
+    if isinstance(value, dict):
+        return {k: without_timings(v) for k, v in value.items() if not k.endswith("_s") and k != "run_dir"}
+    return [without_timings(item) for item in value] if isinstance(value, list) else value
+
+
+@pytest.mark.timeout(300)
+def test_the_same_seed_gives_the_same_metrics_and_another_seed_does_not(tmp_path: Path) -> None:
+    first, first_metrics = simulate(tmp_path / "a", seed=1)
+    again, again_metrics = simulate(tmp_path / "b", seed=1)
+    assert without_timings(again) == without_timings(first)
+    assert without_timings(again_metrics) == without_timings(first_metrics)
+    for node in first["nodes"]:
+        assert node["steps"] == STEPS
+        assert node["groups_local"] == 4 * STEPS
+    assert any(node["groups_external"] for node in first["nodes"])
+    other, _ = simulate(tmp_path / "c", seed=2)
+    assert without_timings(other) != without_timings(first)

@@ -1,0 +1,90 @@
+"""Rules of the repository that no linter knows: exports match, files stay readable, output has one owner."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("protocol", "node", "swarm_cli")
+MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+MAX_LINES = 600
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def bound_names(module: ast.Module) -> set[str]:
+    """Names that the module's own statements bind, those inside `if` and `try` included."""
+    names: set[str] = set()
+    for node in ast.walk(module):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                names.add(node.name)
+            case ast.Name(ctx=ast.Store()):
+                names.add(node.id)
+            case ast.Import() | ast.ImportFrom():
+                names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+    return names
+
+
+def exports(module: ast.Module) -> list[str] | None:
+    for node in module.body:
+        if isinstance(node, ast.Assign) and any(ast.unparse(target) == "__all__" for target in node.targets):
+            return list(ast.literal_eval(node.value))
+    return None
+
+
+def module_of(dotted: str) -> Path | None:
+    """File of a module of ours, None for any other and for packages."""
+    path = ROOT.joinpath(*dotted.split(".")).with_suffix(".py")
+    return path if path in MODULES else None
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_what_is_exported_exists(path: Path) -> None:
+    """Each name in `__all__` once, and bound by the module; ruff sees to the order."""
+    module = parsed(path)
+    named = exports(module) or []
+    assert len(set(named)) == len(named)
+    assert set(named) <= bound_names(module)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_what_is_imported_is_exported(path: Path) -> None:
+    """A module takes from another only the classes and functions that this one offers; constants are free."""
+    for node in ast.walk(parsed(path)):
+        if not isinstance(node, ast.ImportFrom) or (source := module_of(node.module or "")) is None:
+            continue
+        taken = {alias.name for alias in node.names if not alias.name.isupper()}
+        missing = taken - set(exports(parsed(source)) or [])
+        assert not missing, f"{name_of(path)} imports {sorted(missing)} from {node.module}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_files_stay_readable(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert text.count("\n") <= MAX_LINES
+    if text.strip():
+        assert ast.get_docstring(parsed(path)), f"{name_of(path)} does not say what it is for"
+
+
+def test_only_the_command_line_writes_to_the_terminal() -> None:
+    """No `print`, and no use of stdout or stderr but by the modules that own them."""
+    owners = {"swarm_cli/output.py", "swarm_cli/app.py"}
+    offenders = []
+    for path in MODULES:
+        for node in ast.walk(parsed(path)):
+            text = ast.unparse(node) if isinstance(node, ast.Call) else ""
+            if text.startswith(("print(", "sys.stdout.write(", "sys.stderr.write(")):
+                offenders.append(f"{name_of(path)}: {text[:60]}")
+    assert [offender for offender in offenders if offender.partition(":")[0] not in owners] == []
