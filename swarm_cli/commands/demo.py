@@ -36,7 +36,7 @@ SECONDS_PER_STEP = 20.0
 
 def demo(
     nodes: Annotated[int, typer.Option(min=1, max=16, help="Honest nodes, each with its own policy.")] = 3,
-    steps: Annotated[int, typer.Option(min=1, help="Optimiser steps of each node.")] = 80,
+    steps: Annotated[int, typer.Option(min=1, help="Optimiser steps of each node.")] = 100,
     seed: Annotated[
         int, typer.Option(min=0, help="Seed of keys, universe of prompts, held-out prompts and sampling.")
     ] = 1,

@@ -59,7 +59,7 @@ class DemoOptions:
     """The command line of `swarm demo`."""
 
     nodes: int = 3
-    steps: int = 80
+    steps: int = 100
     seed: int = 1
     transport: str = "hivemind"
     with_liar: bool = False
