@@ -111,7 +111,12 @@ def open_sandbox(config: NodeConfig, charter: Charter, environments: Mapping[str
 
 
 def open_engine(config: NodeConfig, policy: Policy) -> Engine:
-    """The configured engine with its own copy of the weights."""
+    """The configured engine with its own copy of the weights. Raises ConfigError when vLLM is asked for and
+    not installed, ModelError when it cannot use the policy."""
+    if config.rollout.engine == "vllm":
+        from node.rollout.engine.vllm import VllmEngine
+
+        return VllmEngine(policy, config.vllm, seed=config.seed)
     return TransformersEngine(policy, device=device_of(config))
 
 
