@@ -135,6 +135,9 @@ class VllmProcess:
         if pending:
             self.loop.run_until_complete(asyncio.wait(pending, timeout=5))
         self.loop.close()
+        # vLLM leaves its sockets' context to the garbage collector, which then complains.
+        self.engine.engine_core.resources.ctx.destroy(linger=0)
+        self.engine = None
 
     async def _open(self) -> None:
         from vllm.config import WeightTransferConfig

@@ -9,10 +9,9 @@ used (on a CPU it can kill vLLM). A process that dies or hangs is started again 
 what it was generating is generated anew.
 
 Weights and requests under way (`in_flight`): `recompute` computes their cache anew, so every token is exactly
-of its version; `continue` goes on with the old cache, and then only rollouts of a single version are exact. A
-request that was waiting when new weights came may meet the cache of the old ones: its first token is given
-the older version, so that it does not pass for one of a single version. New requests meet no old cache: the
-key of every cached block names the update it was made under.
+of its version; `continue` goes on with the old cache, and then only rollouts of a single version are exact.
+For that to hold, requests without a first token begin again when new weights come, and the key of every
+cached block names the update it was made under.
 """
 
 from __future__ import annotations
@@ -22,9 +21,10 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -56,8 +56,13 @@ class _Job:
     """One rollout on its way through the engine."""
 
     request: GenerationRequest
-    output: RequestOutput | None = None
-    begun_version: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] | None = None
+    """Of every token; None until the rollout is complete."""
+
+    def begin_again(self) -> None:
+        self.token_ids, self.logprobs, self.versions = [], [], None
 
 
 @dataclass
@@ -71,6 +76,10 @@ class _Life:
     update: int = 0
     """Number of the last complete weight update, as the worker counts."""
     labels: itertools.count[int] = field(default_factory=itertools.count)
+    tokenless: set[str] = field(default_factory=set)
+    """Labels of requests that have no token yet."""
+    stale: set[str] = field(default_factory=set)
+    """Labels of requests that must begin again under new weights."""
 
 
 class VllmEngine(Engine):
@@ -134,7 +143,7 @@ class VllmEngine(Engine):
         return [[self._rollout(job) for job in group] for group in groups]
 
     async def _work(self, life: _Life, jobs: Sequence[_Job], greedy: bool) -> None:
-        await _together([self._finish(life, job, greedy) for job in jobs if job.output is None])
+        await _together([self._finish(life, job, greedy) for job in jobs if job.versions is None])
 
     async def _finish(self, life: _Life, job: _Job, greedy: bool) -> None:
         from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -149,44 +158,68 @@ class VllmEngine(Engine):
             stop_token_ids=[self._policy.eos_token_id],
             detokenize=False,
             flat_logprobs=True,
-            output_kind=RequestOutputKind.FINAL_ONLY,
+            # The first token, and then all the others at the end.
+            output_kind=RequestOutputKind.DELTA,
+            stream_interval=2**31,
         )
         async with life.slots:
-            await life.gate.wait()
-            job.begun_version = self._version
-            output = await self._ask(life, job.request.prompt_ids, params)
-        if output.outputs[0].finish_reason not in ("stop", "length"):
-            raise EngineError(f"vLLM broke off a rollout: {output.outputs[0].finish_reason}")
-        job.output = output
+            while job.versions is None:
+                await life.gate.wait()
+                label = str(next(life.labels))
+                job.begin_again()
+                life.tokenless.add(label)
+                try:
+                    await self._stream(life, job, params, label)
+                finally:
+                    life.tokenless.discard(label)
+                    life.stale.discard(label)
 
-    async def _ask(self, life: _Life, prompt_ids: tuple[int, ...], params: SamplingParams) -> RequestOutput:
+    async def _stream(self, life: _Life, job: _Job, params: SamplingParams, label: str) -> None:
+        """Fill the job; leaves it incomplete when new weights came before its first token."""
+        async with aclosing(self._outputs(life, job.request.prompt_ids, params, label)) as outputs:
+            async for output in outputs:
+                if label in life.stale:
+                    return
+                life.tokenless.discard(label)
+                completion: Any = output.outputs[0]
+                job.token_ids += completion.token_ids
+                job.logprobs += completion.logprobs.logprobs
+                if not output.finished:
+                    continue
+                if completion.finish_reason not in ("stop", "length"):
+                    raise EngineError(f"vLLM broke off a rollout: {completion.finish_reason}")
+                job.versions = [
+                    int(span.version)
+                    for span in completion.weight_versions
+                    for _ in range(span.start, span.end)
+                ]
+
+    async def _outputs(
+        self, life: _Life, prompt_ids: tuple[int, ...], params: SamplingParams, label: str
+    ) -> AsyncGenerator[RequestOutput, None]:
         from vllm.inputs import TokensPrompt
         from vllm.v1.engine.exceptions import EngineDeadError
 
         prompt = TokensPrompt(prompt_token_ids=list(prompt_ids), cache_salt=f"update {life.update}")
-        final: RequestOutput | None = None
         try:
-            async for output in life.process.engine.generate(prompt, params, str(next(life.labels))):
-                final = output
+            async with aclosing(life.process.engine.generate(prompt, params, label)) as outputs:
+                async for output in outputs:
+                    yield output
         except EngineDeadError:
             raise  # the watch over this call knows more
         except Exception as error:
             raise EngineError(f"vLLM failed at a request: {error.__cause__ or error}") from error
-        if final is None:
-            raise EngineError("vLLM ended a request without an output")
-        return final
 
     def _rollout(self, job: _Job) -> Rollout:
-        completion = cast("RequestOutput", job.output).outputs[0]
-        ids = np.asarray(completion.token_ids, dtype="<u4")
-        logprobs = np.asarray(completion.logprobs.logprobs, dtype="<f4")  # type: ignore[union-attr]
-        versions = np.full(len(ids), job.begun_version, dtype="<u4")
-        for span in completion.weight_versions or ():
-            versions[span.start : span.end] = int(span.version)
-        if np.isnan(logprobs).any() or logprobs.shape != ids.shape:
+        ids = np.asarray(job.token_ids, dtype="<u4")
+        logprobs = np.asarray(job.logprobs, dtype="<f4")
+        versions = np.asarray(job.versions, dtype="<u4")
+        if not ids.shape == logprobs.shape == versions.shape:
+            raise EngineError(
+                f"vLLM gave {len(ids)} tokens {len(logprobs)} log-probabilities and {len(versions)} versions"
+            )
+        if np.isnan(logprobs).any():
             raise _broken_weights(int(versions[-1]))
-        if self._settings.in_flight == "continue" and job.begun_version < versions[0]:
-            versions[0] = job.begun_version
         return Rollout(
             text=self._policy.decode(ids.tolist()),
             token_ids=ids.tobytes(),
@@ -228,7 +261,9 @@ class VllmEngine(Engine):
         )
         async with life.slots:
             await life.gate.wait()
-            output = await self._ask(life, sequence.prompt_ids + sequence.token_ids, params)
+            label = str(next(life.labels))
+            tokens = sequence.prompt_ids + sequence.token_ids
+            (output,) = [output async for output in self._outputs(life, tokens, params, label)]
         flat: Any = output.prompt_logprobs
         first = len(sequence.prompt_ids)
         if plain:
@@ -308,6 +343,9 @@ class VllmEngine(Engine):
         life.gate.clear()
         clear = self._settings.in_flight == "recompute"
         await life.process.engine.pause_generation(mode="keep", clear_cache=clear)
+        if not clear and life.tokenless:
+            life.stale |= life.tokenless
+            await life.process.engine.abort(sorted(life.tokenless))
 
     async def _go_on(self, life: _Life) -> None:
         if not self._paused:
