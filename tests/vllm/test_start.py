@@ -37,9 +37,16 @@ def none_left() -> bool:
     return not any(process.name == "EngineCore" for process in multiprocessing.active_children())
 
 
-def test_a_model_that_vllm_does_not_know(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"vLLM cannot use .*policy: .*NoSuchForCausalLM.*") as caught:
-        start(folder(tmp_path, architectures=["NoSuchForCausalLM"], model_type="nosuch"))
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "nosuch", "architectures": ["NoSuch"]}, "`nosuch` but Transformers does not"),
+        ({"model_type": "bert", "architectures": ["NoSuchModel"]}, "NoSuchModel"),
+    ],
+)
+def test_a_model_that_vllm_does_not_know(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ModelError, match=f"vLLM cannot use .*policy: .*{words}") as caught:
+        start(folder(tmp_path, **changes))
     assert "\n" not in str(caught.value)
     assert none_left()
 
@@ -57,9 +64,12 @@ def test_not_ready_in_time() -> None:
     assert none_left()
 
 
-def test_weights_of_another_shape(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "changes", [{"hidden_size": 96, "head_dim": 24}, {"num_key_value_heads": 3}], ids=["shape", "heads"]
+)
+def test_weights_that_do_not_fit_the_config(tmp_path: Path, changes: dict[str, Any]) -> None:
     with pytest.raises(SwarmError, match=r"vLLM could not start with .*policy; its last error: ") as caught:
-        start(folder(tmp_path, hidden_size=96, head_dim=24, num_attention_heads=4))
+        start(folder(tmp_path, **changes))
     assert "\n" not in str(caught.value)
     assert none_left()
 

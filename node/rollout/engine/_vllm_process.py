@@ -102,20 +102,20 @@ class VllmProcess:
         began_s = time.monotonic()
         self._thread.start()
         while True:
+            left_s = max(0.0, began_s + start_timeout_s - time.monotonic())
             try:
-                return ready.result(PROGRESS_S)
+                return ready.result(min(PROGRESS_S, left_s))
             except FutureTimeoutError:
                 if ready.done():
                     raise  # the engine's own, not the wait's
-                waited_s = time.monotonic() - began_s
-                if waited_s > start_timeout_s:
-                    for core in _core_processes() - before:
-                        _kill([psutil.Process(core.pid), *psutil.Process(core.pid).children(recursive=True)])
-                    raise EngineDied(
-                        f"vLLM was not ready after {waited_s:.0f} s and was stopped; raise "
-                        f"vllm.start_timeout_s{self._explain()}"
-                    ) from None
-                notice("info", f"vLLM is loading the model ({waited_s:.0f} s so far)")
+            waited_s = time.monotonic() - began_s
+            if waited_s >= start_timeout_s:
+                _end(_core_processes() - before)
+                raise EngineDied(
+                    f"vLLM was not ready after {waited_s:.0f} s and was stopped; raise vllm.start_timeout_s"
+                    f"{self._explain()}"
+                )
+            notice("info", f"vLLM is loading the model ({waited_s:.0f} s so far)")
 
     # --- the thread ----------------------------------------------------------------------------------------
 
@@ -162,6 +162,7 @@ class VllmProcess:
         try:
             self.engine = AsyncLLM(config, Executor.get_class(config), log_stats=False, log_requests=False)
         except Exception as error:
+            _end(_core_processes() - before)
             raise EngineDied(
                 f"vLLM could not start with {arguments['model']}{self._explain() or ': ' + _sentence(error)}"
             ) from error
@@ -278,6 +279,15 @@ class VllmProcess:
 
 def _core_processes() -> set[Any]:
     return {process for process in multiprocessing.active_children() if process.name == PROCESS_NAME}
+
+
+def _end(cores: set[Any]) -> None:
+    """Kill processes that are still starting, with what they started."""
+    for core in cores:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            parent = psutil.Process(core.pid)
+            _kill([*parent.children(recursive=True), parent])
+        core.join(5)
 
 
 def _kill(processes: list[psutil.Process]) -> None:
