@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 from typing import Any, TypeVar
@@ -178,7 +178,17 @@ class VllmProcess:
         if self._closed or self.loop.is_closed():
             work.close()
             raise EngineDied("the vLLM engine was shut down")
-        return asyncio.run_coroutine_threadsafe(self._watched(work), self.loop).result()
+        future = asyncio.run_coroutine_threadsafe(self._watched(work), self.loop)
+        while True:
+            try:
+                return future.result(1.0)
+            except FutureTimeoutError:
+                if future.done():
+                    raise  # the work's own, not the wait's
+                if self.loop.is_closed():
+                    raise EngineDied(self.obituary()) from None
+            except CancelledError:  # another caller noticed the death first and closed the loop
+                raise EngineDied(self.obituary()) from None
 
     async def _watched(self, work: Coroutine[Any, Any, Result]) -> Result:
         from vllm.v1.engine.exceptions import EngineDeadError
@@ -252,7 +262,8 @@ class VllmProcess:
 
     def kill(self) -> None:
         """End the process and its workers at once."""
-        _kill(self._processes)
+        if self._core is not None:
+            _end({self._core}, self._processes[1:])
 
     def close(self) -> None:
         """End everything; may be called twice."""
@@ -281,20 +292,16 @@ def _core_processes() -> set[Any]:
     return {process for process in multiprocessing.active_children() if process.name == PROCESS_NAME}
 
 
-def _end(cores: set[Any]) -> None:
-    """Kill processes that are still starting, with what they started."""
+def _end(cores: set[Any], workers: list[psutil.Process] | None = None) -> None:
+    """Kill processes of ours with what they started."""
     for core in cores:
         with contextlib.suppress(psutil.NoSuchProcess):
-            parent = psutil.Process(core.pid)
-            _kill([*parent.children(recursive=True), parent])
-        core.join(5)
-
-
-def _kill(processes: list[psutil.Process]) -> None:
-    for process in processes:
+            workers = workers or psutil.Process(core.pid).children(recursive=True)
+        core.kill()
+        core.join(5)  # not through psutil, which would take the exit code away from others
+    for worker in workers or ():
         with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(processes, timeout=5)
+            worker.kill()
 
 
 def _prepare_environment() -> Path:
