@@ -7,7 +7,7 @@ imports (torch) happen on importing this module, so the command line imports it 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -110,13 +110,16 @@ def open_sandbox(config: NodeConfig, charter: Charter, environments: Mapping[str
     return scorer
 
 
-def open_engine(config: NodeConfig, policy: Policy) -> Engine:
-    """The configured engine with its own copy of the weights. Raises ConfigError when vLLM is asked for and
-    not installed, ModelError when it cannot use the policy."""
+def open_engine(
+    config: NodeConfig, policy: Policy, notice: Callable[[str, str], None] | None = None
+) -> Engine:
+    """The configured engine with its own copy of the weights. `notice(level, text)` hears of slow starts and
+    of restarts, on any thread. Raises ConfigError when vLLM is asked for and not installed, ModelError when
+    it cannot use the policy."""
     if config.rollout.engine == "vllm":
         from node.rollout.engine.vllm import VllmEngine
 
-        return VllmEngine(policy, config.vllm, seed=config.seed)
+        return VllmEngine(policy, config.vllm, seed=config.seed, notice=notice)
     return TransformersEngine(policy, device=device_of(config))
 
 

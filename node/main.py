@@ -29,7 +29,7 @@ from node.build import (
 from node.clock import Clock, SystemClock
 from node.compute import ThreadCompute
 from node.config import NodeConfig
-from node.events import Event, EventBus
+from node.events import Event, EventBus, Notice
 from node.keys import create_key, load_or_create_key
 from node.node import Node, NodeParts
 from node.paths import Home, RunDir
@@ -91,6 +91,15 @@ async def _run(
         stack.push_async_callback(socket.close)
         bus.subscribe(socket)
         bus.subscribe(show)
+        loop = asyncio.get_running_loop()
+
+        def notice(level: str, text: str) -> None:
+            happened = Notice(at=clock.now_ms(), level=level, text=text)
+            loop.call_soon_threadsafe(bus.emit, happened)
+
+        # Before the network starts, which would not wait for a model to load.
+        engine = await compute.run("generate", open_engine, config, policy, notice)
+        stack.callback(engine.close)
         transport: Transport | None = None
         if config.network.transport != "none":
             transport = await open_transport(
@@ -108,7 +117,7 @@ async def _run(
                 policy=policy,
                 settings=settings,
                 trainer=Trainer(policy, settings),
-                engine=open_engine(config, policy),
+                engine=engine,
                 environments=open_environments(charter),
                 sandbox=sandbox,
                 decoders=open_decoders(policy, charter),
@@ -122,7 +131,6 @@ async def _run(
                 rss_bytes=lambda: psutil.Process().memory_info().rss,
             ),
         )
-        loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, node.stop, f"signal {signal.Signals(number).name}")
         await node.run()

@@ -40,6 +40,8 @@ PROGRESS_S = 10.0
 """Between two notices that the engine is still starting."""
 WATCH_S = 0.2
 """Between two looks for a dead process."""
+CLOSE_S = 10.0
+"""For the process to end by itself."""
 PROCESS_NAME = "EngineCore"
 """What vLLM calls the process that holds the model."""
 CPU_ENVIRONMENT = {
@@ -162,9 +164,12 @@ class VllmProcess:
         try:
             self.engine = AsyncLLM(config, Executor.get_class(config), log_stats=False, log_requests=False)
         except Exception as error:
-            _end(_core_processes() - before)
+            cores = _core_processes() - before
+            manner = "".join(f" (it {_manner(core)})" for core in cores)
+            _end(cores)
             raise EngineDied(
-                f"vLLM could not start with {arguments['model']}{self._explain() or ': ' + _sentence(error)}"
+                f"vLLM could not start with {arguments['model']}{manner}"
+                f"{self._explain() or ': ' + _sentence(error)}"
             ) from error
         for core in _core_processes() - before:
             self._core = core
@@ -250,15 +255,7 @@ class VllmProcess:
 
     def obituary(self) -> str:
         """How the process ended, with its own last error."""
-        self._core.join(2)  # its exit code may come a moment after its silence
-        code = self._core.exitcode
-        if code is None:
-            manner = "stopped working"
-        elif code < 0:
-            manner = f"was ended by {signal.Signals(-code).name}"
-        else:
-            manner = f"ended with code {code}"
-        return f"the vLLM engine process {manner}{self._explain()}"
+        return f"the vLLM engine process {_manner(self._core)}{self._explain()}"
 
     def kill(self) -> None:
         """End the process and its workers at once."""
@@ -275,7 +272,7 @@ class VllmProcess:
 
         def stop() -> None:
             with contextlib.suppress(Exception):  # it may be half dead; the kill below is certain
-                self.engine.shutdown(timeout=2)
+                self.engine.shutdown(timeout=CLOSE_S)
             self.loop.stop()
 
         with contextlib.suppress(RuntimeError):  # the loop is closed already
@@ -290,6 +287,15 @@ class VllmProcess:
 
 def _core_processes() -> set[Any]:
     return {process for process in multiprocessing.active_children() if process.name == PROCESS_NAME}
+
+
+def _manner(core: Any) -> str:
+    core.join(2)  # its exit code may come a moment after its silence
+    if core.exitcode is None:
+        return "stopped working"
+    if core.exitcode < 0:
+        return f"was ended by {signal.Signals(-core.exitcode).name}"
+    return f"ended with code {core.exitcode}"
 
 
 def _end(cores: set[Any], workers: list[psutil.Process] | None = None) -> None:
@@ -353,7 +359,7 @@ def _logging_settings(file: Path) -> dict[str, Any]:
 
 
 def _last_error(file: Path, start: int) -> str:
-    """The last line since `start` that reads like an exception, else the last line; "" without any."""
+    """The last line since `start` that names an exception; "" without any."""
     try:
         with file.open("rb") as stream:
             stream.seek(start if start <= file.stat().st_size else 0)
@@ -367,7 +373,9 @@ def _last_error(file: Path, start: int) -> str:
         if line.split(":", 1)[0].replace(".", "").isidentifier()
         and line.split(":", 1)[0].endswith(("Error", "Exception", "Interrupt"))
     ]
-    chosen = exceptions[-1] if exceptions else (lines[-1] if lines else "")
+    # Our side reports the death as such; that explains nothing.
+    exceptions = [line for line in exceptions if "EngineDeadError" not in line]
+    chosen = exceptions[-1] if exceptions else ""
     return chosen if len(chosen) <= 300 else chosen[:299] + "…"
 
 
