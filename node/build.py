@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -154,8 +154,16 @@ def require_strength(sandbox: Scorer, environments: Mapping[str, Environment]) -
         )
 
 
-def open_engine(config: NodeConfig, policy: Policy) -> Engine:
-    """The configured engine with its own copy of the weights."""
+def open_engine(
+    config: NodeConfig, policy: Policy, notice: Callable[[str, str], None] | None = None
+) -> Engine:
+    """The configured engine with its own copy of the weights. `notice(level, text)` hears of slow starts and
+    of restarts, on any thread. Raises ConfigError when vLLM is asked for and not installed, ModelError when
+    it cannot use the policy."""
+    if config.rollout.engine == "vllm":
+        from node.rollout.engine.vllm import VllmEngine
+
+        return VllmEngine(policy, config.vllm, seed=config.seed, notice=notice)
     from node.rollout.engine.transformers import TransformersEngine
 
     return TransformersEngine(policy, device=device_of(config))

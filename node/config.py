@@ -31,6 +31,7 @@ __all__ = [
     "ShareConfig",
     "TrainConfig",
     "VerifyConfig",
+    "VllmConfig",
     "WeightConfig",
     "load_config",
 ]
@@ -80,14 +81,39 @@ class NetworkConfig(Section):
 
 
 class RolloutConfig(Section):
-    engine: Literal["transformers"] = "transformers"
-    """What generates."""
+    engine: Literal["transformers", "vllm"] = "transformers"
+    """What generates. transformers: embedded, runs everywhere. vllm: in a process of its own; made for long
+    rollouts and many at a time."""
     temperature: float = Field(1.0, ge=0.01, le=10)
     """Sampling temperature; peers refuse what was sampled below 0.01."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Nucleus; 1 keeps log-probabilities exact."""
     max_staleness: int = Field(1, ge=0)
     """Versions the rollouts may lag behind the trainer (AReaL's admission rule)."""
+
+
+class VllmConfig(Section):
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Type the engine computes in; bfloat16 on GPUs."""
+    in_flight: Literal["continue", "recompute"] = "continue"
+    """Rollouts under way when new weights come. continue: go on with the cache they have; cheap, and only
+    rollouts of a single version have exact log-probabilities. recompute: compute their cache anew."""
+    max_concurrent: int = Field(64, ge=1)
+    """Rollouts generated at a time."""
+    max_context: int = Field(4096, ge=16)
+    """Tokens of prompt and answer together, at most what the policy has."""
+    kv_cache_mib: int = Field(512, ge=16)
+    """Memory for the key-value cache on a CPU."""
+    gpu_memory_share: float = Field(0.4, gt=0, lt=1)
+    """Share of the GPU's memory that the engine takes, weights and cache together."""
+    parity_tolerance: float = Field(1e-3, gt=0)
+    """Nats by which engine and trainer may differ on the probe after an update; about 0.1 in bfloat16."""
+    start_timeout_s: float = Field(600.0, gt=0)
+    """Deadline for loading the model."""
+    deadline_s: float = Field(120.0, gt=0)
+    """An engine that gives no sign of life for so long is stopped and started again."""
+    max_restarts: int = Field(5, ge=0)
+    """Starts in a row without success before the node gives up."""
 
 
 class VerifyConfig(Section):
@@ -179,6 +205,7 @@ class NodeConfig(Section):
     policy: PolicyConfig = PolicyConfig()
     network: NetworkConfig = NetworkConfig()
     rollout: RolloutConfig = RolloutConfig()
+    vllm: VllmConfig = VllmConfig()
     verify: VerifyConfig = VerifyConfig()
     share: ShareConfig = ShareConfig()
     weight: WeightConfig = WeightConfig()

@@ -85,12 +85,14 @@ def run_node(config: NodeConfig, show: Callable[[Event], None]) -> bool:
         starter = stack.enter_context(ThreadPoolExecutor(1))
         sandbox = stack.enter_context(contextlib.closing(open_sandbox(config, charter)))
         report = starter.submit(sandbox.start)  # a process of its own, which starts while this one imports
-        loaded = _load(config, charter)
+        notices = _EngineNotices(show)
+        loaded = _load(config, charter, notices)
+        stack.callback(loaded.engine.close)
         report.result()
         require_strength(sandbox, loaded.environments)
         gc.freeze()  # what is loaded stays: collecting it again and again costs 1.5 s at the exit alone
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        return asyncio.run(_run(config, home, identity, charter, loaded, sandbox, show))
+        return asyncio.run(_run(config, home, identity, charter, loaded, sandbox, notices, show))
 
 
 def _prepare(config: NodeConfig, home: Home) -> tuple[Identity, Charter]:
@@ -123,7 +125,7 @@ class _Loaded:
     decoders: dict[Digest, Decode]
 
 
-def _load(config: NodeConfig, charter: Charter) -> _Loaded:
+def _load(config: NodeConfig, charter: Charter, notice: Callable[[str, str], None]) -> _Loaded:
     import torch
 
     from node.train.checkpoint import resume
@@ -132,7 +134,7 @@ def _load(config: NodeConfig, charter: Charter) -> _Loaded:
     torch.manual_seed(config.seed)
     policy = open_policy(config, charter)
     settings = train_settings(config, charter)
-    trainer, engine = Trainer(policy, settings), open_engine(config, policy)
+    trainer, engine = Trainer(policy, settings), open_engine(config, policy, notice)
     resume(trainer, engine, Home(config.home).run(config.run).checkpoints)
     return _Loaded(
         policy=policy,
@@ -151,6 +153,7 @@ async def _run(
     charter: Charter,
     loaded: _Loaded,
     sandbox: Scorer,
+    notices: _EngineNotices,
     show: Callable[[Event], None],
 ) -> bool:
     from node.node import Node, NodeParts
@@ -163,6 +166,7 @@ async def _run(
         replay = ReplayStore(home.state, ReplayCache(), clock.now_ms())
         stack.callback(replay.close)
         bus = EventBus()
+        notices.through(bus)
         metrics = JsonlSink(home.run(config.run).metrics)
         stack.callback(metrics.close)
         socket = SocketSink(home.socket(config.name))
@@ -210,6 +214,26 @@ async def _run(
         signals.then(stop)
         await node.run()
     return signals.received is None
+
+
+class _EngineNotices:
+    """What an engine says, on any thread: shown at once while there is no event stream, then part of it."""
+
+    def __init__(self, show: Callable[[Event], None]) -> None:
+        self._emit = show
+
+    def __call__(self, level: str, text: str) -> None:
+        self._emit(Notice(at=SystemClock().now_ms(), level=level, text=text))
+
+    def through(self, bus: EventBus) -> None:
+        """From now on, through the running loop."""
+        loop = asyncio.get_running_loop()
+
+        def emit(event: Event) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(bus.emit, event)
+
+        self._emit = emit
 
 
 class _Signals:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -108,6 +109,10 @@ class Policy:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of a completion, special tokens removed."""
         return str(self._template_encoder.decode(list(token_ids), skip_special_tokens=True))
+
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor in the weight files, by name. Raises ModelError."""
+        return _tensor_shapes(_weight_files(self.path))
 
     def load_model(self, device: str | torch.device = "cpu", dtype: str = "float32") -> PreTrainedModel:
         """A fresh copy of the weights in evaluation mode, as engine and trainer must not share tensors."""
@@ -209,20 +214,21 @@ def _without_specials(encoder: Tokenizer) -> Tokenizer:
 
 
 def _count_params(weights: Sequence[Path]) -> int:
+    return sum(math.prod(shape) for shape in _tensor_shapes(weights).values())
+
+
+def _tensor_shapes(weights: Sequence[Path]) -> dict[str, tuple[int, ...]]:
     from safetensors import SafetensorError, safe_open
 
-    total = 0
+    shapes: dict[str, tuple[int, ...]] = {}
     for file in weights:
         try:
             with safe_open(file, framework="numpy") as tensors:
                 for key in tensors.keys():  # noqa: SIM118 - not a mapping
-                    count = 1
-                    for size in tensors.get_slice(key).get_shape():
-                        count *= size
-                    total += count
+                    shapes[key] = tuple(tensors.get_slice(key).get_shape())
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{file} is not a readable safetensors file: {_one_line(error)}") from error
-    return total
+    return shapes
 
 
 def _digest(files: Sequence[Path]) -> str:

@@ -78,6 +78,10 @@ class Engine(ABC):
         Raises EngineError when they do not fit.
         """
 
+    def reload(self, state: Mapping[str, torch.Tensor], policy_version: int) -> None:
+        """Copy all weights, believing nothing about those that are there. Raises EngineError."""
+        self.update(state, policy_version)
+
     @abstractmethod
     def pause(self) -> None:
         """Make generation wait before its next token until `resume`. Returns when no pass is running."""

@@ -1,0 +1,23 @@
+"""What the vLLM tests share; skipped as a whole where vLLM is not installed. One engine per module, as each
+takes its time to start."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+if importlib.util.find_spec("vllm") is None:
+    collect_ignore_glob = ["test_*.py"]
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.parent == HERE:
+            item.add_marker(pytest.mark.vllm)
+            item.add_marker(pytest.mark.timeout(600))
+            # vLLM and what it imports warn at import; nothing of ours
+            item.add_marker(pytest.mark.filterwarnings("ignore"))

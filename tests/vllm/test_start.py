@@ -1,0 +1,80 @@
+"""Starts that fail: each with one sentence, and nothing left running."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from node.build import open_engine
+from node.config import load_config
+from node.rollout.engine.base import EngineError
+from node.rollout.policy import Policy
+from protocol.errors import ConfigError, ModelError, SwarmError
+
+STARLING = Path(__file__).parents[2] / "configs/models/starling"
+
+
+def folder(tmp_path: Path, **changes: Any) -> Path:
+    """A copy of the bundled policy with another config.json."""
+    copy = Path(shutil.copytree(STARLING, tmp_path / "policy"))
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | changes))
+    return copy
+
+
+def start(path: Path, **vllm: Any) -> None:
+    keys = {f"vllm.{key}": value for key, value in vllm.items()}
+    config = load_config(overrides={"rollout.engine": "vllm", "vllm.kv_cache_mib": 64, **keys})
+    open_engine(config, Policy.open(path)).close()
+
+
+def none_left() -> bool:
+    return not any(process.name == "EngineCore" for process in multiprocessing.active_children())
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "nosuch", "architectures": ["NoSuch"]}, "`nosuch` but Transformers does not"),
+        ({"model_type": "bert", "architectures": ["NoSuchModel"]}, "NoSuchModel"),
+    ],
+)
+def test_a_model_that_vllm_does_not_know(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ModelError, match=f"vLLM cannot use .*policy: .*{words}") as caught:
+        start(folder(tmp_path, **changes))
+    assert "\n" not in str(caught.value)
+    assert none_left()
+
+
+def test_a_folder_with_code_is_refused_before_vllm(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="auto_map entry; models that bring code are refused"):
+        start(folder(tmp_path, auto_map={"AutoModel": "evil.Model"}))
+
+
+def test_not_ready_in_time() -> None:
+    with pytest.raises(
+        EngineError, match=r"not ready after \d+ s and was stopped; raise vllm.start_timeout_s"
+    ):
+        start(STARLING, start_timeout_s=1)
+    assert none_left()
+
+
+@pytest.mark.parametrize(
+    "changes", [{"hidden_size": 96, "head_dim": 24}, {"num_key_value_heads": 3}], ids=["shape", "heads"]
+)
+def test_weights_that_do_not_fit_the_config(tmp_path: Path, changes: dict[str, Any]) -> None:
+    with pytest.raises(SwarmError, match=r"vLLM could not start with .*policy; its last error: ") as caught:
+        start(folder(tmp_path, **changes))
+    assert "\n" not in str(caught.value)
+    assert none_left()
+
+
+def test_without_our_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("node.rollout.engine._vllm_process.PLUGIN", "nowhere")
+    with pytest.raises(ConfigError, match="the entry point that lets vLLM take new weights is not installed"):
+        start(STARLING)
