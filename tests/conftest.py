@@ -9,9 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 pytest_plugins = ["tests.hostile.audit"]
+
+# The same examples on every machine and in every run; no deadline, since the machine may be busy.
+hypothesis.settings.register_profile("deterministic", derandomize=True, database=None, deadline=None)
+hypothesis.settings.load_profile("deterministic")
 
 CHARACTERS = string.digits + string.ascii_lowercase + " +-=,"
 

@@ -45,6 +45,8 @@ RECORD_TTL_MS = 10 * 60 * 1000
 STORE_AGAIN_S = 10.0
 """Pause before a record that could not be stored, or has changed meanwhile, is stored again."""
 MAX_BACKOFF_S = 30.0
+BACKOFF_GROWTH = 1.3
+"""Doubling let a node that started seconds before its bootstrap train alone for a third of a demo."""
 ENOUGH_NEIGHBOURS = 32
 """With so many, nobody is sought: gossip and reconciliation reach everybody through fewer."""
 SOUGHT_PEERS = 256
@@ -180,7 +182,7 @@ class Presence:
                         "warning", f"no bootstrap answers yet ({failure}); training alone, still trying"
                     )
                     told = True
-                backoff_s = min(MAX_BACKOFF_S, backoff_s * 2)
+                backoff_s = min(MAX_BACKOFF_S, backoff_s * BACKOFF_GROWTH)
                 next_try_s = self._clock.monotonic_s() + backoff_s
             changed = self._stored is not None and self._stored != self._record()
             if self.connected and now_s >= (soon_s if changed else next_store_s):

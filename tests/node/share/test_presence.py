@@ -382,7 +382,10 @@ def test_bootstraps_are_tried_with_growing_pauses_and_told_once() -> None:
         bob.transport.connect = counted  # type: ignore[method-assign]
         await asyncio.sleep(200)
         pauses = [later - earlier for earlier, later in itertools.pairwise(tries)]
-        assert pauses[:5] == pytest.approx([1, 2, 4, 8, 16], abs=1.01)
+        assert pauses[0] <= 2
+        assert sum(pauses[:6]) <= 15  # a bootstrap that comes up seconds later is found soon
+        assert all(later >= earlier - presence.ROUND_S for earlier, later in itertools.pairwise(pauses))
+        assert max(pauses) > 15
         assert max(pauses) <= presence.MAX_BACKOFF_S + presence.ROUND_S
         ((level, text),) = bob.notices
         assert level == "warning"
