@@ -31,7 +31,7 @@ def test_a_run_goes_on_from_its_newest_checkpoint_and_no_other_does(tmp_path: Pa
     state = torch.random.get_rng_state()
     try:
         config = config_of(tmp_path)
-        first = main._load(config, charter)
+        first = main._load(config, charter, lambda level, text: None)
         assert (first.trainer.policy_version, first.engine.policy_version) == (0, 0)
         with torch.no_grad():
             for parameter in first.trainer.model.parameters():
@@ -39,12 +39,12 @@ def test_a_run_goes_on_from_its_newest_checkpoint_and_no_other_does(tmp_path: Pa
         first.trainer.policy_version = 41
         save_checkpoint(first.trainer, Home(tmp_path).run("latest").checkpoints / "v41")
 
-        again = main._load(config, charter)
+        again = main._load(config, charter, lambda level, text: None)
         assert (again.trainer.policy_version, again.engine.policy_version) == (41, 41)
         for name, tensor in first.trainer.state_dict().items():
             assert torch.equal(again.trainer.state_dict()[name], tensor)
         assert again.policy.base_model == first.policy.base_model  # the lineage is the same
         for other in (config_of(tmp_path, run="other"), config_of(tmp_path, policy="models/rook")):
-            assert main._load(other, charter).trainer.policy_version == 0
+            assert main._load(other, charter, lambda level, text: None).trainer.policy_version == 0
     finally:
         torch.random.set_rng_state(state)
