@@ -1,4 +1,4 @@
-"""From a configuration to the parts of a node: policy, trainer, engine, environments, sandbox, charter.
+"""From a configuration to the parts of a node: charter, policy, memory plan, trainer, engine, environments.
 
 Everything here blocks and is done once, before the network starts; each failure is one sentence. Torch is
 imported by the functions that need it, so what needs none (charter, sandbox) is checked before it is loaded.
@@ -8,12 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+import psutil
+
+from node.budget import Machine, MemoryPlan, ModelFacts, Wishes, plan_memory
 from node.config import NodeConfig
 from node.paths import Home, bundled
+from node.rollout.adapter import AdapterSpec
 from node.rollout.environment import Environment, open_environment
 from node.rollout.policy import Policy
 from node.sandbox.records import SandboxLimits
@@ -27,21 +34,31 @@ from protocol.identity import Identity
 from protocol.messages import Charter, Digest
 
 if TYPE_CHECKING:
-    from node.rollout.engine.base import Engine
+    from node.rollout.engine.base import Engine, EngineError
+    from node.rollout.engine.vllm import VllmEngine
     from node.train.settings import TrainSettings
+    from node.train.step import Trainer
 
 __all__ = [
+    "Loaded",
+    "adapter_of",
     "device_of",
     "inspect_charter",
+    "load",
     "load_charter",
+    "machine_of",
     "open_decoders",
     "open_engine",
     "open_environments",
     "open_policy",
     "open_sandbox",
+    "plan_of",
+    "planned",
     "require_strength",
     "train_settings",
 ]
+
+CGROUP = Path("/sys/fs/cgroup")
 
 
 def load_charter(config: NodeConfig, identity: Identity, now_ms: int) -> Charter:
@@ -111,7 +128,7 @@ def _found(identity: Identity, rules: str, kept: Path, now_ms: int) -> Charter:
 
 def open_policy(config: NodeConfig, charter: Charter) -> Policy:
     """The configured policy; its tokenizer must be one of the charter's."""
-    policy = Policy.open(config.policy.folder())
+    policy = Policy.open(config.policy.folder(config.home))
     if policy.tokenizer_digest not in {spec.digest for spec in charter.tokenizers}:
         names = ", ".join(spec.name for spec in charter.tokenizers)
         raise ModelError(
@@ -154,43 +171,194 @@ def require_strength(sandbox: Scorer, environments: Mapping[str, Environment]) -
         )
 
 
+@dataclass(frozen=True)
+class Loaded:
+    """What takes seconds to make and needs no network; the fields are named as in `NodeParts`."""
+
+    policy: Policy
+    environments: Mapping[str, Environment]
+    settings: TrainSettings
+    trainer: Trainer
+    engine: Engine
+    decoders: Mapping[Digest, Decode]
+
+
+def load(
+    config: NodeConfig, charter: Charter, notice: Callable[[str, str], None]
+) -> tuple[NodeConfig, Loaded]:
+    """Everything of a node that holds weights, gone on from the run's newest checkpoint, and `config` as the
+    memory plan decides what it leaves open. `notice(level, text)` hears the plan, and later of the engine, on
+    any thread. Raises SwarmError; a policy that does not fit is refused before its weights are read."""
+    policy = open_policy(config, charter)
+    plan = plan_of(config, charter, policy)
+    notice("info", "\n".join(plan.lines()))
+    config = planned(config, plan)
+    import torch
+
+    from node.train.checkpoint import resume
+    from node.train.step import Trainer
+
+    torch.manual_seed(config.seed)
+    settings = replace(train_settings(config, charter), dtype=plan.dtype, recompute=plan.recompute)
+    trainer = Trainer(policy, settings)
+    engine = open_engine(config, policy, notice)
+    try:
+        resume(trainer, engine, Home(config.home).run(config.run).checkpoints)
+        return config, Loaded(
+            policy=policy,
+            environments=open_environments(charter),
+            settings=settings,
+            trainer=trainer,
+            engine=engine,
+            decoders=open_decoders(policy, charter),
+        )
+    except BaseException:
+        engine.close()
+        raise
+
+
+def plan_of(config: NodeConfig, charter: Charter, policy: Policy) -> MemoryPlan:
+    """How this policy is trained on this machine. Raises BudgetError."""
+    facts, machine = ModelFacts.of(policy), machine_of(config)
+    return plan_memory(facts, machine, Wishes.of(config, charter, facts, machine.device))
+
+
+def planned(config: NodeConfig, plan: MemoryPlan) -> NodeConfig:
+    """`config` with nothing left open."""
+    return config.model_copy(
+        update={
+            "policy": config.policy.model_copy(update={"tuning": plan.tuning, "sharing": plan.sharing}),
+            "train": config.train.model_copy(
+                update={"optimiser": plan.optimiser, "micro_batch_tokens": plan.micro_batch_tokens}
+            ),
+            "vllm": config.vllm.model_copy(update={"gpu_memory_share": plan.engine_share}),
+        }
+    )
+
+
+def machine_of(config: NodeConfig) -> Machine:
+    """The device that trainer and engine get, with `policy.memory_gib` in place of what is free there."""
+    device = device_of(config)
+    if device == "cuda":
+        import torch
+
+        free, total = torch.cuda.mem_get_info()
+        name = torch.cuda.get_device_name()
+    else:
+        memory = psutil.virtual_memory()
+        free, total, name = min(memory.available, _container_bytes()), memory.total, "the CPU"
+    if config.policy.memory_gib:
+        free = int(config.policy.memory_gib * 2**30)
+    return Machine(
+        device=device,
+        name=name,
+        free_bytes=free,
+        total_bytes=total,
+        has_bitsandbytes=find_spec("bitsandbytes") is not None,
+        has_peft=find_spec("peft") is not None,
+    )
+
+
+def _container_bytes() -> int:
+    """The limit on this process's memory, as either kind of control group tells it; the largest of numbers
+    without one."""
+    for file in (CGROUP / "memory.max", CGROUP / "memory" / "memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):  # not there, or "max"
+            return int(file.read_text())
+    return sys.maxsize
+
+
 def open_engine(
     config: NodeConfig, policy: Policy, notice: Callable[[str, str], None] | None = None
 ) -> Engine:
     """The configured engine with its own copy of the weights. `notice(level, text)` hears of slow starts and
     of restarts, on any thread. Raises ConfigError when vLLM is asked for and not installed, ModelError when
-    it cannot use the policy."""
-    if config.rollout.engine == "vllm":
-        from node.rollout.engine.vllm import VllmEngine
+    it cannot use the policy; with `rollout.fallback` the transformers engine takes its place."""
+    if config.rollout.engine != "vllm":
+        return _open_transformers(config, policy)
+    from node.rollout.engine.base import EngineError
 
-        return VllmEngine(policy, config.vllm, seed=config.seed, notice=notice)
+    try:
+        engine = _open_vllm(config, policy, notice)
+    except (ConfigError, ModelError, EngineError) as error:
+        if not config.rollout.fallback:
+            raise
+        _tell_fallback(notice, "cannot be started", error)
+        return _open_transformers(config, policy)
+    if not config.rollout.fallback:
+        return engine
+    from node.rollout.engine.fallback import FallbackEngine
+
+    def fall_back(error: EngineError) -> Engine:
+        _tell_fallback(notice, "is lost", error)
+        return _open_transformers(config, policy)
+
+    return FallbackEngine(engine, lost=lambda: not engine.pids, fall_back=fall_back)
+
+
+def _tell_fallback(notice: Callable[[str, str], None] | None, problem: str, error: Exception) -> None:
+    if notice is not None:
+        notice("warning", f"vLLM {problem}, the transformers engine takes its place: {error}")
+
+
+def _open_vllm(config: NodeConfig, policy: Policy, notice: Callable[[str, str], None] | None) -> VllmEngine:
+    from node.rollout.engine.vllm import VllmEngine
+
+    return VllmEngine(
+        policy,
+        config.vllm,
+        in_flight=config.rollout.in_flight,
+        adapter=adapter_of(config),
+        sleeps=config.policy.sharing == "sequential",
+        seed=config.seed,
+        notice=notice,
+    )
+
+
+def _open_transformers(config: NodeConfig, policy: Policy) -> Engine:
     from node.rollout.engine.transformers import TransformersEngine
 
-    return TransformersEngine(policy, device=device_of(config))
+    return TransformersEngine(
+        policy,
+        device=device_of(config),
+        in_flight=config.rollout.in_flight,
+        adapter=adapter_of(config),
+        max_batch_tokens=config.train.micro_batch_tokens,
+    )
 
 
-def device_of(config: NodeConfig) -> str:
-    """`cuda` or `cpu`. Raises ConfigError when CUDA is asked for and not there."""
+def adapter_of(config: NodeConfig) -> AdapterSpec | None:
+    """The adapter that is trained, or None for all weights."""
+    if config.policy.tuning != "lora":
+        return None
+    return AdapterSpec(config.policy.lora_rank, config.policy.lora_alpha)
+
+
+def device_of(config: NodeConfig) -> Literal["cpu", "cuda"]:
+    """Where trainer and engine run. Raises ConfigError when CUDA is asked for and not there."""
+    if config.policy.device == "cpu":
+        return "cpu"
     import torch
 
-    if config.policy.device == "cuda" and not torch.cuda.is_available():
+    available = torch.cuda.is_available()
+    if config.policy.device == "cuda" and not available:
         raise ConfigError("policy.device is 'cuda' and torch sees no CUDA device; set it to 'auto' or 'cpu'")
-    available = config.policy.device != "cpu" and torch.cuda.is_available()
     return "cuda" if available else "cpu"
 
 
 def train_settings(config: NodeConfig, charter: Charter) -> TrainSettings:
-    """What the trainer and the batches need."""
+    """What the trainer and the batches need, memory plan apart."""
     from node.train.objectives import Aggregation, Compat, open_objective
     from node.train.settings import TrainSettings, Treatment, TreatmentSettings
 
-    train, weight = config.train, config.weight
+    train, weight, device = config.train, config.weight, device_of(config)
     # Dr.GRPO divides by a constant length instead of by the tokens there are.
     dr_grpo = {"aggregation": Aggregation.SEQ_MEAN_TOKEN_SUM_NORM} if weight.advantage == "dr_grpo" else {}
     return TrainSettings(
         learning_rate=train.learning_rate,
         warmup_steps=train.warmup_steps,
         max_grad_norm=train.max_grad_norm,
+        optimiser="adamw_8bit" if train.optimiser == "adamw_8bit" else "adamw",
         micro_batch_tokens=train.micro_batch_tokens,
         external_weight=weight.external_weight,
         # Another tokenizer may need several of ours for one of its tokens.
@@ -202,7 +370,9 @@ def train_settings(config: NodeConfig, charter: Charter) -> TrainSettings:
             force=None if weight.external == "auto" else Treatment(weight.external),
             advantage=weight.advantage,
         ),
-        device=device_of(config),
+        device=device,
+        by_turns=device == "cuda" and config.policy.sharing == "sequential",
+        adapter=adapter_of(config),
     )
 
 

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field
 
-from node.paths import bundled, default_home
+from node.paths import Home, bundled, default_home
 from protocol.errors import ConfigError
 
 __all__ = [
@@ -48,23 +48,42 @@ class Section(BaseModel):
 
 class PolicyConfig(Section):
     path: str = "models/starling"
-    """Folder of the policy in Hugging Face layout; a relative path is looked up here, then among the bundled
-    ones."""
+    """Folder of the policy in Hugging Face layout; a relative path is looked up here, then among those that
+    `swarm model get` fetched, then among the bundled ones."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where trainer and engine run."""
+    memory_gib: float = Field(0.0, ge=0)
+    """Memory the node may plan with; 0: what the device has."""
+    tuning: Literal["auto", "full", "lora"] = "auto"
+    """What is trained. full: all weights. lora: a low-rank adapter. auto: full where it fits."""
+    lora_rank: int = Field(32, ge=1, le=512)
+    """Rank of the adapter."""
+    lora_alpha: float = Field(64.0, gt=0)
+    """Scale of the adapter; its output is multiplied by alpha / rank."""
+    sharing: Literal["auto", "concurrent", "sequential"] = "auto"
+    """One device for engine and trainer. concurrent: both at a time. sequential: the engine sleeps while a
+    step is trained. auto: concurrent where both fit."""
 
-    def folder(self) -> Path:
-        """The policy's folder, absolute. Raises ConfigError when it is nowhere."""
-        path = Path(self.path).expanduser()
-        if path.is_dir():
-            return path.resolve()
+    def folder(self, home: Path) -> Path:
+        """The policy's folder, absolute; `home` is that of the node. Raises ConfigError when it is
+        nowhere."""
+        for folder in (Path(self.path).expanduser(), Home(home).model(self.path)):
+            if folder.is_dir():
+                return folder.resolve()
         try:
             return bundled(self.path)
         except ConfigError:
-            raise ConfigError(
-                f"policy.path {self.path!r} is no folder here, and no policy of that name is bundled; "
-                "give a folder in Hugging Face layout"
-            ) from None
+            raise ConfigError(self._absent()) from None
+
+    def _absent(self) -> str:
+        from node.models import KNOWN_MODELS
+
+        if self.path in KNOWN_MODELS:
+            return f"policy.path {self.path!r} is not on this machine yet; swarm model get {self.path}"
+        return (
+            f"policy.path {self.path!r} is no folder here, no model that `swarm model get` has fetched, and "
+            "none that is bundled; give a folder in Hugging Face layout"
+        )
 
 
 class NetworkConfig(Section):
@@ -90,22 +109,41 @@ class RolloutConfig(Section):
     """Nucleus; 1 keeps log-probabilities exact."""
     max_staleness: int = Field(1, ge=0)
     """Versions the rollouts may lag behind the trainer (AReaL's admission rule)."""
+    max_in_flight: int = Field(0, ge=0)
+    """Partial rollouts: up to so many are generated at a time, groups go on to training as they complete,
+    and the rest goes on over weight updates. 0: synchronous, one batch of groups after the other."""
+    in_flight: Literal["continue", "recompute", "recycle"] = "continue"
+    """Rollouts under way when new weights come. continue: go on with the cache they have; cheap, and only
+    rollouts of a single version have exact log-probabilities. recompute: compute their cache anew at once.
+    recycle: stop, keep what they have, go on behind it when there is room."""
+    token_budget: int = Field(0, ge=0)
+    """Tokens sampled for one version; then generation holds, and the step takes the groups that are complete.
+    0: none. Needs max_in_flight."""
+    reuse_lenience: float = Field(0.0, ge=0)
+    """SPEC-RL: earlier rollouts of a prompt are drafts of new ones. 1: exact acceptance rule; 1.65 in the
+    paper with GRPO; 0: off. What is reused is not exactly on-policy."""
+    fallback: bool = False
+    """When vLLM cannot be started or dies for good, go on with the transformers engine."""
+
+    @pydantic.field_validator("token_budget")
+    @classmethod
+    def _needs_partial_rollouts(cls, token_budget: int, info: pydantic.ValidationInfo) -> int:
+        if token_budget and not info.data.get("max_in_flight"):
+            raise ValueError("needs rollout.max_in_flight, since a synchronous batch is never cut short")
+        return token_budget
 
 
 class VllmConfig(Section):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type the engine computes in; bfloat16 on GPUs."""
-    in_flight: Literal["continue", "recompute"] = "continue"
-    """Rollouts under way when new weights come. continue: go on with the cache they have; cheap, and only
-    rollouts of a single version have exact log-probabilities. recompute: compute their cache anew."""
     max_concurrent: int = Field(64, ge=1)
     """Rollouts generated at a time."""
     max_context: int = Field(4096, ge=16)
     """Tokens of prompt and answer together, at most what the policy has."""
     kv_cache_mib: int = Field(512, ge=16)
     """Memory for the key-value cache on a CPU."""
-    gpu_memory_share: float = Field(0.4, gt=0, lt=1)
-    """Share of the GPU's memory that the engine takes, weights and cache together."""
+    gpu_memory_share: float = Field(0.0, ge=0, lt=1)
+    """Share of the GPU's memory that the engine takes, weights and cache together; 0: by the memory plan."""
     parity_tolerance: float = Field(1e-3, gt=0)
     """Nats by which engine and trainer may differ on the probe after an update; about 0.1 in bfloat16."""
     start_timeout_s: float = Field(600.0, gt=0)
@@ -170,8 +208,10 @@ class TrainConfig(Section):
     """Steps of linear warm-up."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradients are clipped to this norm."""
+    optimiser: Literal["auto", "adamw", "adamw_8bit"] = "auto"
+    """adamw_8bit keeps its moments in 8 bits (needs bitsandbytes). auto: adamw where it fits."""
     micro_batch_tokens: int = Field(16_384, ge=1)
-    """Padded tokens of one forward and backward pass."""
+    """Padded tokens of one forward and backward pass, at most; the memory plan may choose fewer."""
     checkpoint_every: int = Field(20, ge=1)
     """Steps between checkpoints; one is written at the end in any case. A run of the same name goes on from
     the newest."""
@@ -211,6 +251,17 @@ class NodeConfig(Section):
     weight: WeightConfig = WeightConfig()
     train: TrainConfig = TrainConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
+
+    @pydantic.field_validator("rollout")
+    @classmethod
+    def _reuse_is_for_one(cls, rollout: RolloutConfig, info: pydantic.ValidationInfo) -> RolloutConfig:
+        network = info.data.get("network")
+        if rollout.reuse_lenience and network is not None and network.transport != "none":
+            raise ValueError(
+                "rollout.reuse_lenience needs network.transport 'none': groups that repeat earlier ones are "
+                "refused by peers as replayed"
+            )
+        return rollout
 
     @pydantic.field_validator("home")
     @classmethod

@@ -89,6 +89,9 @@ class StagesSeen(Event, frozen=True, kw_only=True):
     """Snapshot of all stages, about twice a second."""
 
     stages: tuple[StageStatus, ...]
+    rollouts_in_flight: int = 0
+    tokens_sampled: int = 0
+    """Since the start of the run, for own groups."""
 
 
 class PeerStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -208,6 +211,10 @@ class StepDone(Event, frozen=True, kw_only=True):
     newest."""
     age_windows: float
     """Mean age of the external groups, windows."""
+    off_policy_share: float = 0.0
+    """Share of the own tokens that an older version than the one trained here sampled."""
+    partial_groups: int = 0
+    """Own groups that several versions sampled."""
     sources: tuple[SourceShare, ...]
     pool: int
     """Groups in the replay pool after the draw."""
@@ -242,6 +249,11 @@ class Health(Event, frozen=True, kw_only=True):
     """Refusals below verification (rate, size, signature ...) by reason."""
     announced: int
     bodies_fetched: int
+    bodies_served: int = 0
+    unshared: int = 0
+    """Own groups that took so long that peers would refuse them."""
+    not_sharing: str = ""
+    """Why this node announces nothing more, "" while it does."""
     checks: tuple[CheckCount, ...] = ()
     """Checks of verification that have run, cheap ones first."""
 

@@ -19,23 +19,13 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import psutil
 
-from node.build import (
-    load_charter,
-    open_decoders,
-    open_engine,
-    open_environments,
-    open_policy,
-    open_sandbox,
-    require_strength,
-    train_settings,
-)
+from node.build import Loaded, load, load_charter, open_sandbox, require_strength
 from node.clock import Clock, SystemClock
 from node.compute import ThreadCompute
 from node.config import NodeConfig
@@ -53,17 +43,9 @@ from node.weight.trust import load_standings
 from protocol.charter import charter_bytes, swarm_id
 from protocol.errors import ConfigError
 from protocol.identity import Identity
-from protocol.messages import Charter, Digest
+from protocol.messages import Charter
 from protocol.records import record_validator
 from protocol.replay import ReplayCache
-
-if TYPE_CHECKING:
-    from node.rollout.engine.base import Engine
-    from node.rollout.environment import Environment
-    from node.rollout.policy import Policy
-    from node.train.settings import TrainSettings
-    from node.train.step import Trainer
-    from node.verify.tokens import Decode
 
 __all__ = ["fetch_charter_from", "measure_skew_s", "open_alone", "run_node"]
 
@@ -86,11 +68,12 @@ def run_node(config: NodeConfig, show: Callable[[Event], None]) -> bool:
         sandbox = stack.enter_context(contextlib.closing(open_sandbox(config, charter)))
         report = starter.submit(sandbox.start)  # a process of its own, which starts while this one imports
         notices = _EngineNotices(show)
-        loaded = _load(config, charter, notices)
+        config, loaded = load(config, charter, notices)
         stack.callback(loaded.engine.close)
         report.result()
         require_strength(sandbox, loaded.environments)
-        gc.freeze()  # what is loaded stays: collecting it again and again costs 1.5 s at the exit alone
+        gc.freeze()  # what is loaded stays, and is not looked through again and again
+        stack.callback(gc.unfreeze)  # else extension modules complain at the exit of what they leak
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         return asyncio.run(_run(config, home, identity, charter, loaded, sandbox, notices, show))
 
@@ -99,7 +82,7 @@ def _prepare(config: NodeConfig, home: Home) -> tuple[Identity, Charter]:
     """Key and charter of this node, and its run's folder; refuses what needs no torch to be seen."""
     if config.network.transport == "memory":
         raise ConfigError("network.transport 'memory' is for `swarm demo`; a node needs 'hivemind' or 'none'")
-    config.policy.folder()
+    config.policy.folder(config.home)
     identity = load_or_create_key(home.key)
     if config.network.transport == "hivemind":
         require_free(config.network.listen)
@@ -113,45 +96,12 @@ def _prepare(config: NodeConfig, home: Home) -> tuple[Identity, Charter]:
     return identity, charter
 
 
-@dataclass(frozen=True)
-class _Loaded:
-    """What takes seconds to make and needs no network."""
-
-    policy: Policy
-    environments: dict[str, Environment]
-    settings: TrainSettings
-    trainer: Trainer
-    engine: Engine
-    decoders: dict[Digest, Decode]
-
-
-def _load(config: NodeConfig, charter: Charter, notice: Callable[[str, str], None]) -> _Loaded:
-    import torch
-
-    from node.train.checkpoint import resume
-    from node.train.step import Trainer
-
-    torch.manual_seed(config.seed)
-    policy = open_policy(config, charter)
-    settings = train_settings(config, charter)
-    trainer, engine = Trainer(policy, settings), open_engine(config, policy, notice)
-    resume(trainer, engine, Home(config.home).run(config.run).checkpoints)
-    return _Loaded(
-        policy=policy,
-        environments=open_environments(charter),
-        settings=settings,
-        trainer=trainer,
-        engine=engine,
-        decoders=open_decoders(policy, charter),
-    )
-
-
 async def _run(
     config: NodeConfig,
     home: Home,
     identity: Identity,
     charter: Charter,
-    loaded: _Loaded,
+    loaded: Loaded,
     sandbox: Scorer,
     notices: _EngineNotices,
     show: Callable[[Event], None],
@@ -186,15 +136,10 @@ async def _run(
         node = Node(
             config,
             NodeParts(
+                **vars(loaded),
                 identity=identity,
                 charter=charter,
-                policy=loaded.policy,
-                settings=loaded.settings,
-                trainer=loaded.trainer,
-                engine=loaded.engine,
-                environments=loaded.environments,
                 sandbox=sandbox,
-                decoders=loaded.decoders,
                 transport=transport,
                 sequence=SequenceStore(home.state / "sequence", clock.now_ms()),
                 replay=replay,
@@ -281,7 +226,7 @@ def fetch_charter_from(address: str, config: NodeConfig) -> Charter:
     """Connect to `address`, fetch and check its swarm's charter, keep it at home. Raises AddressError,
     CharterError."""
     peer_id_of(address)
-    config.policy.folder()
+    config.policy.folder(config.home)
     home = Home(config.home).create()
     with hold(home.lock):
         load_or_create_key(home.key)

@@ -4,7 +4,8 @@
                         |                                                      |
     ROLLOUT  admission -> engine -> score           SHARE.collect  offers -> choose by need -> fetch
              waits: trainer (staleness bound),                     waits: announcements, need, verify queue
-             next window, own queue                                            | fetched (bounded queue)
+             next version (token budget), next                                 | fetched (bounded queue)
+             window, engine (asleep), own queue                                |
                         |                                          VERIFY      cheap -> dear, hard / soft
                         |                                                      waits: fetched bodies
           +-------------+-------------+                                        | accepted only
@@ -17,15 +18,16 @@
              waits: peers' groups, at most `external_wait_s` and only while peers are active
                         |
     TRAIN    batch -> L_own + sum lambda_src L_src -> step -> policy_version + 1
-             waits: own groups (unblocked by ROLLOUT)
+             waits: own groups (unblocked by ROLLOUT); with one device for both the engine sleeps meanwhile
                         |
-    BROADCAST  new weights -> engine, in place; unblocks ROLLOUT's admission
+    BROADCAST  new weights -> engine, in place -> probe (D7); the end of a step unblocks ROLLOUT's admission
 
-Backpressure: ROLLOUT runs at most `max_staleness` versions ahead of TRAIN (`admission.py`; a step that makes
-no version gives its groups' room back); everything else is a bounded queue, pool or book. An author whose
-bodies do not come rests, so that stalling peers do not stop SHARE.collect. Losing the network is never fatal:
-SHARE waits, the rest goes on. A stage that raises ends the node with that error: peers' errors were caught
-and counted at their boundary.
+Backpressure: ROLLOUT runs at most `max_staleness` versions ahead of TRAIN (`admission.py`; a step gives its
+groups' room back, whether it made a version or not); everything else is a bounded queue, pool or book. An
+author whose bodies do not come rests, so that stalling peers do not stop SHARE.collect. Losing the network is
+never fatal: SHARE waits, the rest goes on. An engine that fails its probe for good ends sharing in both
+directions (`broadcast/engine.py`), not the run. A stage that raises ends the node with that error: peers'
+errors were caught and counted at their boundary.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from node.broadcast.engine import EngineBroadcast
 from node.clock import Clock
 from node.compute import Compute
 from node.config import NodeConfig
@@ -43,9 +46,10 @@ from node.events import Evaluated, EventBus, Health, NodeStarted, NodeStopped, N
 from node.paths import Home
 from node.rollout.admission import Admission
 from node.rollout.engine.base import Engine
-from node.rollout.environment import Environment, Prompt
+from node.rollout.environment import Environment
 from node.rollout.policy import Policy
 from node.rollout.prompts import PromptFeed, Universe, WindowLog
+from node.rollout.reuse import ReuseBook
 from node.rollout.scoring import OwnScorer
 from node.rollout.worker import OwnGroup, RolloutWorker
 from node.sandbox.scorer import Scorer
@@ -59,7 +63,7 @@ from node.share.publish import Publisher
 from node.state import ReplayGuard, SequenceSource
 from node.supervise import LoopLag, StageGauge, run_stages
 from node.train.checkpoint import prune, save_checkpoint
-from node.train.evaluate import EvaluationReport, evaluate
+from node.train.evaluate import HeldOut
 from node.train.groups import OWN_SOURCE
 from node.train.settings import TrainSettings
 from node.train.stage import StagePlan, TrainStage
@@ -74,7 +78,6 @@ from node.weight.answered import AnsweredPrompts
 from node.weight.trust import Hardness, Standing, TrustBook, TrustSettings, save_standings
 from protocol.charter import swarm_id
 from protocol.constants import PROTOCOL_VERSION
-from protocol.errors import ModelError
 from protocol.identity import Identity
 from protocol.messages import Charter, Digest, Lineage, PeerId, PeerRecord, PromptRef, RolloutGroup, Sampling
 from protocol.prompts import window_of
@@ -142,7 +145,7 @@ class Node:
         self._lag = LoopLag()
         self._home = Home(config.home)
         self._run_dir = self._home.run(config.run)
-        self._first_version = parts.trainer.policy_version
+        self._first_version = self._saved_version = parts.trainer.policy_version
 
         rng = random.Random(config.seed)
         self._peers = PeerBook(self._lineage.tokenizer)
@@ -158,8 +161,9 @@ class Node:
         self._own: asyncio.Queue[OwnGroup] = asyncio.Queue(2 * config.train.local_groups)
         self._fetched: asyncio.Queue[Fetched] = asyncio.Queue(config.verify.queue)
         self._admission = Admission(
-            config.rollout.max_staleness, config.train.local_groups, parts.trainer.policy_version
+            config.rollout.max_staleness, config.train.local_groups, config.rollout.token_budget
         )
+        self._worker: RolloutWorker | None = None
         self._gauges = {
             gauge.stage: gauge
             for gauge in (
@@ -175,7 +179,14 @@ class Node:
         }
         self._universe = Universe(self._swarm_id, self._charter, parts.environments)
         self._own_scorer = OwnScorer(parts.environments, parts.sandbox)
-        self._held_out: list[Prompt] = []
+        self._held_out = HeldOut(
+            parts.engine,
+            parts.policy,
+            self._universe,
+            self._own_scorer.reward,
+            per_task=config.evaluate.prompts_per_task,
+            max_new_tokens=parts.charter.max_new_tokens,
+        )
         self._verifier = Verifier(
             self._charter,
             self._swarm_id,
@@ -188,6 +199,18 @@ class Node:
             engine=parts.engine,
             enabled=config.verify.enabled,
         )
+        self._engine = EngineBroadcast(
+            parts.trainer,
+            parts.engine,
+            parts.policy,
+            prompts=lambda: [prompt.text for prompt in self._held_out.prompts()],
+            tolerance=config.vllm.parity_tolerance,
+            probe_every=config.train.checkpoint_every,
+            sequential=config.policy.sharing == "sequential",
+            compute=self._compute,
+            gauge=self._gauges["broadcast"],
+            notice=self._notice,
+        )
         self._gossip: Gossip | None = None
         self._publisher: Publisher | None = None
         self._presence: Presence | None = None
@@ -196,20 +219,6 @@ class Node:
             self._wire_network(parts.transport, rng)
 
     # --- wiring -------------------------------------------------------------------------------------------
-
-    def _fitting_held_out(self) -> list[Prompt]:
-        """Held-out prompts that leave the policy room for an answer. Blocking: seconds. Raises ModelError
-        when none does."""
-        per_task = self.config.evaluate.prompts_per_task
-        policy, room = self._parts.policy, self._parts.policy.max_positions - self._charter.max_new_tokens
-        prompts = [prompt for listed in self._universe.held_out(per_task).values() for prompt in listed]
-        fitting = [prompt for prompt in prompts if len(policy.encode_prompt(prompt.text)) <= room]
-        if not fitting:
-            raise ModelError(
-                f"no prompt of this swarm leaves {policy.path} room for an answer within its "
-                f"{policy.max_positions} positions; choose another policy"
-            )
-        return fitting
 
     def _wire_network(self, transport: Transport, rng: random.Random) -> None:
         config, parts = self.config, self._parts
@@ -283,6 +292,12 @@ class Node:
             out=self._own,
             publish=self._publish,
             max_body_bytes=max_body_bytes(self._charter),
+            max_in_flight=config.rollout.max_in_flight,
+            reuse=ReuseBook(config.rollout.reuse_lenience, top_p=config.rollout.top_p)
+            if config.rollout.reuse_lenience
+            else None,
+            awake=self._engine.awake,
+            too_old=self._too_old,
         )
 
     def _verify(self) -> VerifyStage:
@@ -324,8 +339,10 @@ class Node:
             window=self._window,
             peers_active=self._peers_active,
             drawn=self._nudge,
-            discarded=self._admission.discarded,
-            broadcast=self._broadcast,
+            used=self._admission.used,
+            held=self._admission.held,
+            alone=self._engine.alone,
+            broadcast=self._engine.broadcast,
             evaluate=self._evaluate,
             save=self._save,
             compute=self._compute,
@@ -345,8 +362,9 @@ class Node:
         self._bus.emit(self._started(transport))
         if self._first_version:
             self._notice("info", f"goes on from the checkpoint of version {self._first_version}")
+        self._worker = self._rollout()
         stages = {
-            "rollout": self._rollout().run(),
+            "rollout": self._worker.run(),
             "train": self._train().run(),
             "end": self._end_when_finished(),
             "snapshots": self._snapshots(),
@@ -362,6 +380,8 @@ class Node:
             }
         try:
             await run_stages(stages, until=self._stop)
+            if self._saved_version != self._parts.trainer.policy_version:
+                await self._save()
         except BaseException as error:
             self._reason = f"{type(error).__name__}: {error}"
             raise
@@ -393,19 +413,17 @@ class Node:
     # --- what stages call ---------------------------------------------------------------------------------
 
     async def _publish(self, group: RolloutGroup) -> None:
-        if self._publisher is not None and self._collector is not None:
+        if self._publisher is not None and self._collector is not None and not self._engine.not_sharing:
             self._verifier.observe_own(group)
             await self._publisher.publish(group)
             self._collector.nudge()
 
-    async def _broadcast(self, policy_version: int) -> None:
-        with self._gauges["broadcast"].working():
-            trainer, engine = self._parts.trainer, self._parts.engine
-            await self._compute.run("train", lambda: engine.update(trainer.state_dict(), policy_version))
-        self._admission.stepped(policy_version)
+    def _too_old(self, prompt: PromptRef) -> bool:
+        """Whether peers would refuse a group of this slot for its age."""
+        return int(self._window()) - prompt.window > self._charter.rules.max_age_windows
 
     async def _evaluate(self, moment: str) -> None:
-        report = await self._compute.run("evaluate", self._measure)
+        report = await self._compute.run("evaluate", self._held_out.evaluate)
         self._bus.emit(
             Evaluated(
                 at=self._clock.now_ms(),
@@ -418,17 +436,6 @@ class Node:
                 greedy_tasks=report.greedy_tasks,
                 evaluate_s=report.evaluate_s,
             )
-        )
-
-    def _measure(self) -> EvaluationReport:
-        """Blocking. The first time it derives the prompts, which would hold up the loop."""
-        self._held_out = self._held_out or self._fitting_held_out()
-        return evaluate(
-            self._parts.engine,
-            self._parts.policy,
-            self._held_out,
-            self._own_scorer.reward,
-            max_new_tokens=self._charter.max_new_tokens,
         )
 
     async def _save(self) -> None:
@@ -444,10 +451,13 @@ class Node:
         trainer, folder = self._parts.trainer, self._run_dir.checkpoints
         save_checkpoint(trainer, folder / f"v{trainer.policy_version}")
         prune(folder, trainer.policy.base_model, self.config.train.keep_checkpoints)
+        self._saved_version = trainer.policy_version
         save_standings(self._home.state / "trust.json", self._swarm_id, standings)
 
     def _wanted(self) -> int:
         """Groups the pool has need of."""
+        if self._engine.not_sharing:
+            return 0
         return STOCK_STEPS * self.config.train.external_groups - self._pool.unused()
 
     def _is_answered(self, prompt: PromptRef) -> bool:
@@ -478,7 +488,7 @@ class Node:
     def _peers_active(self) -> bool:
         """Whether it makes sense to wait for peers' groups; those in quarantine have none that we want."""
         window = self._window()
-        return self._peers.active_since(
+        return not self._engine.not_sharing and self._peers.active_since(
             self._clock.now_ms() - ACTIVE_WINDOWS * self._charter.window_ms,
             ignored=lambda peer_id: self._trust.quarantined(peer_id, window),
         )
@@ -526,7 +536,12 @@ class Node:
         while True:
             now_ms = self._clock.now_ms()
             self._bus.emit(
-                StagesSeen(at=now_ms, stages=tuple(gauge.status() for gauge in self._gauges.values()))
+                StagesSeen(
+                    at=now_ms,
+                    stages=tuple(gauge.status() for gauge in self._gauges.values()),
+                    rollouts_in_flight=self._worker.in_flight if self._worker is not None else 0,
+                    tokens_sampled=self._worker.sampled if self._worker is not None else 0,
+                )
             )
             self._emit_peers()
             await asyncio.sleep(SNAPSHOT_S)
@@ -567,5 +582,8 @@ class Node:
             refused=dict(sorted(by_reason.items())),
             announced=self._publisher.announced if self._publisher is not None else 0,
             bodies_fetched=self._collector.bodies_fetched if self._collector is not None else 0,
+            bodies_served=self._publisher.bodies_served if self._publisher is not None else 0,
             checks=self._verifier.counts(),
+            unshared=self._worker.unshared if self._worker is not None else 0,
+            not_sharing=self._engine.not_sharing,
         )

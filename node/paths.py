@@ -3,6 +3,7 @@
 `SWARM_HOME` (else the platform's data directory) holds what outlives a run; a run directory holds one run:
 
     <home>/identity.key charter.bin state/   key (0600), signed charter; sequence, window, replay cache, trust
+    <home>/models/<name>/                    policies that `swarm model get` fetched
     <home>/run/<name>.sock                   event stream of the running node (0600 in a 0700 folder)
     <home>/runs/<run>/config.json            resolved configuration
                       metrics.jsonl          every event as a JSON line
@@ -92,6 +93,13 @@ class Home:
     @property
     def state(self) -> Path:
         return self.root / "state"
+
+    @property
+    def models(self) -> Path:
+        return self.root / "models"
+
+    def model(self, name: str) -> Path:
+        return self.models / name
 
     @property
     def sockets(self) -> Path:

@@ -12,7 +12,7 @@ import sys
 import typer
 
 from protocol.errors import SwarmError
-from swarm_cli.commands import config, demo, doctor, join, key, model, monitor, run, status
+from swarm_cli.commands import bench, config, demo, doctor, join, key, model, monitor, run, serve, status
 
 __all__ = ["app", "main"]
 
@@ -32,9 +32,11 @@ app.command()(join.join)
 app.command()(monitor.monitor)
 app.command()(status.status)
 app.command()(doctor.doctor)
+app.command()(serve.serve)
 app.add_typer(key.app, name="key", help="This node's identity.")
 app.add_typer(config.app, name="config", help="Configuration: show, schema, path.")
-app.add_typer(model.app, name="model", help="Policies.")
+app.add_typer(model.app, name="model", help="Policies: get, build.")
+app.add_typer(bench.app, name="bench", help="Measure, against a baseline in the same run.")
 
 
 def main() -> None:

@@ -1,9 +1,19 @@
-"""How far generation may run ahead of training: AReaL's admission rule (algorithms B1, EXACT).
+"""How far generation may run ahead of training: in groups by AReaL's rule (algorithms B1, EXACT), in tokens
+by a budget for each step (C3PO++).
 
-A group may start while `accepted + running < (policy_version + max_staleness + 1) * groups_per_step`. Groups
-that were dropped, or used up by a step that made no version, count no more, else generation stalls; after a
-resume `accepted` is `policy_version * groups_per_step`. With `max_staleness = 0` generation and training take
-turns.
+A group may start while fewer than `(max_staleness + 1) * groups_per_step` are outstanding: running, or
+complete and not used by a step that has ended. AReaL counts from the start of a run: with N groups admitted
+so far and B to a step, the next may start when floor(N / B) <= version + eta, which is to say when
+N < (version + eta + 1) * B. Where each version was made of B groups, version * B of the N are used and N -
+version * B are outstanding, so both say outstanding < (eta + 1) * B. A resumed run starts with none
+outstanding, which is AReaL's `accepted = version * B`; groups that were dropped, or used up by a step that
+made no version, are outstanding no more, which is what AReaL subtracts them for. Where a step took fewer than
+B groups, counting from the start would let more and more groups wait; this rule does not. Groups are used in
+the order of their completion and a step takes B of them, or all there are; so from its completion on, a group
+waits for at most `max_staleness` versions. With `max_staleness = 0` generation and training take turns.
+
+Once `token_budget` tokens were sampled since the last step, generation `holds` until the next one has ended,
+and that step takes the groups that are complete.
 """
 
 from __future__ import annotations
@@ -14,20 +24,26 @@ __all__ = ["Admission"]
 
 
 class Admission:
-    """Counts groups and says how many more may start. One event loop owns it."""
+    """Counts groups and tokens, and says how many more there may be. One event loop owns it."""
 
-    def __init__(self, max_staleness: int, groups_per_step: int, policy_version: int = 0) -> None:
-        self._max_staleness = max_staleness
-        self._groups_per_step = groups_per_step
-        self._policy_version = policy_version
-        self._accepted = policy_version * groups_per_step
+    def __init__(self, max_staleness: int, groups_per_step: int, token_budget: int = 0) -> None:
+        self._limit = (max_staleness + 1) * groups_per_step
         self._running = 0
+        self._complete = 0
+        self._token_budget = token_budget
+        self._tokens = 0
         self._changed = asyncio.Event()
+        self.held = asyncio.Event()
+        """Set while generation holds: no more groups will be complete before the next step."""
 
     def room(self) -> int:
         """Groups that may start now."""
-        limit = (self._policy_version + self._max_staleness + 1) * self._groups_per_step
-        return max(0, limit - self._accepted - self._running)
+        return max(0, self._limit - self._running - self._complete)
+
+    @property
+    def complete(self) -> int:
+        """Groups that the next steps have, those that a running step uses included."""
+        return self._complete
 
     async def wait(self) -> int:
         """Wait until at least one group may start; how many may."""
@@ -43,15 +59,27 @@ class Admission:
     def finished(self, *, accepted: int, dropped: int = 0) -> None:
         """Of the running groups, `accepted` go to training and `dropped` do not."""
         self._running -= accepted + dropped
-        self._accepted += accepted
+        self._complete += accepted
         self._changed.set()
 
-    def discarded(self, groups: int) -> None:
-        """Of the accepted groups, `groups` were used up without making a version (a skipped step)."""
-        self._accepted -= groups
-        self._changed.set()
+    def sampled(self, tokens: int) -> None:
+        """So many tokens more."""
+        self._tokens += tokens
 
-    def stepped(self, policy_version: int) -> None:
-        """The trainer made `policy_version`."""
-        self._policy_version = policy_version
+    def tokens_left(self) -> int | None:
+        """What may be sampled before the next step has ended; None without a budget."""
+        return max(0, self._token_budget - self._tokens) if self._token_budget else None
+
+    async def hold(self) -> None:
+        """Wait for the end of the next step, which is told that no more groups will come."""
+        self.held.set()
+        while not self.tokens_left():
+            self._changed.clear()
+            await self._changed.wait()
+
+    def used(self, groups: int) -> None:
+        """A step has ended that used `groups` complete ones, whether it made a version or not."""
+        self._complete -= groups
+        self._tokens = 0
+        self.held.clear()
         self._changed.set()

@@ -31,6 +31,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from node.rollout.answers import ANSWER_KEY, AnswerRule
 from protocol.errors import ConfigError
 from protocol.messages import EnvironmentSpec
 
@@ -115,7 +116,23 @@ DEMO_ENVIRONMENTS: tuple[EnvironmentSpec, ...] = (
 
 
 def open_environment(name: str, config: Mapping[str, object]) -> Environment:
-    """Open `reasoning_gym/<task>`, or a registered environment by its entry point's name."""
+    """Open `reasoning_gym/<task>`, or a registered environment by its entry point's name. The reserved key
+    `answer` of the config says where in a completion the answer stands (`AnswerRule`). Raises ConfigError."""
+    settings = dict(config)
+    rule = _answer_rule(name, settings.pop(ANSWER_KEY, AnswerRule.WHOLE))
+    environment = _open(name, settings)
+    return environment if rule is AnswerRule.WHOLE else _Told(environment, rule)
+
+
+def _answer_rule(name: str, value: object) -> AnswerRule:
+    try:
+        return AnswerRule(value)
+    except ValueError:
+        known = ", ".join(repr(str(rule)) for rule in AnswerRule)
+        raise ConfigError(f"{name}: {ANSWER_KEY} = {value!r} is unknown; it is one of {known}") from None
+
+
+def _open(name: str, config: Mapping[str, object]) -> Environment:
     if name.startswith(_PREFIX):
         return ReasoningGymEnvironment(name.removeprefix(_PREFIX), config)
     own = {entry.name: entry for entry in metadata.entry_points(group=ENTRY_POINT_GROUP)}
@@ -124,6 +141,30 @@ def open_environment(name: str, config: Mapping[str, object]) -> Environment:
         return environment
     known = [_PREFIX + task for task in _reasoning_gym_tasks()]
     raise ConfigError(f"unknown environment {name!r}; {_nearest(name, [*own, *known])}")
+
+
+class _Told:
+    """An environment whose questions tell how to give the answer, and which scores the answer alone."""
+
+    def __init__(self, environment: Environment, rule: AnswerRule) -> None:
+        self.name = environment.name
+        self.evaluates_answers = environment.evaluates_answers
+        self.reproducible = environment.reproducible
+        self._environment = environment
+        self._rule = rule
+
+    def prompt(self, seed: int, index: int) -> Prompt:
+        """See `Environment.prompt`."""
+        prompt = self._environment.prompt(seed, index)
+        return msgspec.structs.replace(prompt, text=self._rule.question(prompt.text))
+
+    def score(self, prompt: Prompt, completion: Completion) -> Score:
+        """See `Environment.score`. Without an answer there is no reward, whatever the scorer pays for ""."""
+        answer = self._rule.find(completion.text)
+        if answer is None:
+            finished = float(completion.finished)
+            return Score(reward=0.0, components=(("score", 0.0), ("exact", 0.0), ("finished", finished)))
+        return self._environment.score(prompt, msgspec.structs.replace(completion, text=answer))
 
 
 class ReasoningGymEnvironment:

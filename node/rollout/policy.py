@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["Policy"]
+__all__ = ["Policy", "WeightFacts", "weight_facts"]
 
 _WEIGHTS = "model.safetensors"
 _WEIGHTS_INDEX = "model.safetensors.index.json"
@@ -56,7 +56,7 @@ class Policy:
     def open(cls, path: str | Path) -> Policy:
         """Check the folder, load its tokenizer, read its facts. Raises ModelError."""
         folder = Path(path).expanduser()
-        weights = _weight_files(folder)
+        _weight_files(folder)
         _refuse_code(folder)
         config = _read_config(folder)
         tokenizer = _load_tokenizer(folder)
@@ -78,16 +78,17 @@ class Policy:
         )
         if eos is None:
             raise ModelError(f"{folder} names no end token; set eos_token in tokenizer_config.json.")
+        facts = weight_facts(folder)
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos
         return cls(
             path=folder,
-            base_model=_digest([*weights, folder / "config.json"]),
+            base_model=facts.base_model,
             tokenizer_digest=_digest([folder / "tokenizer.json"]),
             model_type=str(config.get("model_type")),
             vocab_size=vocab_size,
             eos_token_id=eos,
             pad_token_id=pad,
-            params=_count_params(weights),
+            params=facts.params,
             max_positions=int(config.get("max_position_embeddings") or 2**31 - 1),
             _tokenizer=tokenizer,
             _template_encoder=template_encoder,
@@ -145,6 +146,22 @@ class Policy:
             )
         chosen: PreTrainedModel = model.to(device).eval()
         return chosen
+
+
+@dataclass(frozen=True)
+class WeightFacts:
+    """What a folder tells without its tokenizer, which takes seconds to load."""
+
+    params: int
+    base_model: str
+    """See `Policy.base_model`."""
+
+
+def weight_facts(path: str | Path) -> WeightFacts:
+    """Read the headers and the bytes of the weights in a folder. Raises ModelError."""
+    folder = Path(path).expanduser()
+    weights = _weight_files(folder)
+    return WeightFacts(_count_params(weights), _digest([*weights, folder / "config.json"]))
 
 
 def _weight_files(folder: Path) -> list[Path]:

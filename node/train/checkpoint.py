@@ -1,10 +1,11 @@
 """A trainer on disk: a Hugging Face folder anybody can load, with what a byte-exact resume needs beside it.
 
-Layout of one checkpoint: config.json, model.safetensors, the policy's own tokenizer files byte for byte (so
-the tokenizer digest stays), optimiser.safetensors (moments by parameter name, random state), trainer.json
-(versions and counters). Written to a temporary folder, fsynced, renamed: a folder with the final name is
-complete. Tensors are safetensors only. `resume` goes on from the newest one of a folder that fits, `prune`
-keeps the newest few. Not for: the replay pool.
+Layout of one checkpoint: config.json, model.safetensors (an adapter is merged into it) and its index, the
+policy's own tokenizer files byte for byte (so the tokenizer digest stays), optimiser.safetensors (moments by
+parameter name, random state), trainer.json (versions, counters, what was trained and how), and for an adapter
+adapter.safetensors, from which its training goes on. Written to a temporary folder, fsynced, renamed: a
+folder with the final name is complete. Tensors are safetensors only. `resume` goes on from the newest one of
+a folder, `prune` keeps the newest few. Not for: the replay pool.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import contextlib
 import logging
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -20,9 +22,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from node.rollout.adapter import AdapterSpec, adapter_tensors, merged_state
 from node.rollout.engine.base import Engine
 from node.train.step import Trainer
-from protocol.errors import ModelError
+from protocol.errors import ConfigError, ModelError
 
 __all__ = [
     "CheckpointState",
@@ -36,6 +39,9 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 _STATE = "trainer.json"
+_WEIGHTS = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_ADAPTER = "adapter.safetensors"
 _OPTIMISER = "optimiser.safetensors"
 _TOKENIZER_FILES = (
     "added_tokens.json",
@@ -59,6 +65,9 @@ class CheckpointState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     skipped_steps: int
     base_model: str
     tokenizer: str
+    optimiser: str = "adamw"
+    adapter: AdapterSpec | None = None
+    """What was trained; None: all weights."""
 
 
 def save_checkpoint(trainer: Trainer, folder: Path) -> None:
@@ -86,12 +95,22 @@ def save_checkpoint(trainer: Trainer, folder: Path) -> None:
 
 
 def _write(trainer: Trainer, temporary: Path) -> None:
-    # Tied weights share storage, which safetensors refuses; named_parameters() gives each tensor once.
-    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in trainer.model.named_parameters()}
-    save_file(weights, temporary / "model.safetensors", metadata={"format": "pt"})
-    trainer.model.config.save_pretrained(temporary)
-    if trainer.model.generation_config is not None:
-        trainer.model.generation_config.save_pretrained(temporary)
+    model = trainer.model
+    if trainer.settings.adapter is None:
+        # Tied weights share storage, which safetensors refuses; named_parameters() gives each tensor once.
+        weights = _on_cpu(_learning(trainer))
+    else:
+        weights = merged_state(model)
+        save_file(_on_cpu(_learning(trainer)), temporary / _ADAPTER)
+        model = model.get_base_model()
+    save_file(weights, temporary / _WEIGHTS, metadata={"format": "pt"})
+    # Without an index vLLM takes every safetensors file of the folder for weights, the optimiser's too.
+    size = sum(tensor.nbytes for tensor in weights.values())
+    index = {"metadata": {"total_size": size}, "weight_map": dict.fromkeys(weights, _WEIGHTS)}
+    (temporary / _INDEX).write_bytes(msgspec.json.format(msgspec.json.encode(index)))
+    model.config.save_pretrained(temporary)
+    if model.generation_config is not None:
+        model.generation_config.save_pretrained(temporary)
     for name in _TOKENIZER_FILES:
         if (trainer.policy.path / name).is_file():
             shutil.copyfile(trainer.policy.path / name, temporary / name)
@@ -102,6 +121,8 @@ def _write(trainer: Trainer, temporary: Path) -> None:
         skipped_steps=trainer.skipped_steps,
         base_model=trainer.policy.base_model,
         tokenizer=trainer.policy.tokenizer_digest,
+        optimiser=trainer.settings.optimiser,
+        adapter=trainer.settings.adapter,
     )
     (temporary / _STATE).write_bytes(msgspec.json.format(msgspec.json.encode(state)))
     for file in [*temporary.iterdir(), temporary]:
@@ -128,7 +149,8 @@ def prune(folder: Path, base_model: str, keep: int) -> None:
 
 
 def resume(trainer: Trainer, engine: Engine, folder: Path) -> None:
-    """Go on from the newest checkpoint in `folder` that fits; without one everything stays as it is."""
+    """Go on from the newest checkpoint in `folder` that can be read; without one everything stays as it is.
+    Raises ConfigError for one that was trained in another way."""
     for path in checkpoints_of(folder, trainer.policy.base_model):
         try:
             load_checkpoint(trainer, path)
@@ -149,38 +171,28 @@ def read_state(folder: Path) -> CheckpointState:
 
 def load_checkpoint(trainer: Trainer, folder: Path) -> CheckpointState:
     """Put weights, optimiser, counters and the random state of `folder` into `trainer`, whose policy must be
-    the one the checkpoint began with (its start copy stays the start). Raises ModelError and then changes
-    nothing."""
+    the one the checkpoint began with (its start copy stays the start). Raises ModelError, or ConfigError when
+    it was trained in another way, and then changes nothing."""
     state = read_state(folder)
     if state.base_model != trainer.policy.base_model:
         raise ModelError(
             f"{folder} began with the weights {state.base_model[:12]}, {trainer.policy.path} holds "
             f"{trainer.policy.base_model[:12]}; open the policy it began with."
         )
+    _refuse_other_training(trainer, state, folder)
     try:
-        weights = load_file(folder / "model.safetensors", device=str(trainer.device))
+        saved = load_file(folder / (_WEIGHTS if state.adapter is None else _ADAPTER))
         moments = load_file(folder / _OPTIMISER)
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{folder} is not a complete checkpoint: {error}") from error
     if _RANDOM not in moments:
         raise ModelError(f"{folder} is not a complete checkpoint: {_OPTIMISER} holds no {_RANDOM}")
-    parameters = dict(trainer.model.named_parameters())
-    if {name: tensor.shape for name, tensor in weights.items()} != {
-        n: p.shape for n, p in parameters.items()
-    }:
+    learning = _learning(trainer)
+    if {name: tensor.shape for name, tensor in saved.items()} != {n: t.shape for n, t in learning.items()}:
         raise ModelError(f"{folder} holds tensors of other names or shapes than {trainer.policy.path}.")
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(weights[name])
-    trainer.optimiser.state.clear()
-    for name, parameter in parameters.items():
-        entries = {
-            field: moments[f"{field}.{name}"].to(trainer.device)
-            for field in ("step", "exp_avg", "exp_avg_sq")
-            if f"{field}.{name}" in moments
-        }
-        if entries:
-            trainer.optimiser.state[parameter] = entries
+    for name, tensor in learning.items():
+        tensor.copy_(saved[name])
+    _load_optimiser(trainer, moments)
     torch.random.set_rng_state(moments[_RANDOM])
     trainer.policy_version = state.policy_version
     trainer.updates = state.updates
@@ -188,12 +200,60 @@ def load_checkpoint(trainer: Trainer, folder: Path) -> CheckpointState:
     return state
 
 
+def _refuse_other_training(trainer: Trainer, state: CheckpointState, folder: Path) -> None:
+    settings = trainer.settings
+    if state.adapter != settings.adapter:
+        had, has = (_tuning(adapter) for adapter in (state.adapter, settings.adapter))
+        raise ConfigError(
+            f"{folder} was trained with {had}, this run has {has}; set [policy] so, or give the run another "
+            "name"
+        )
+    if state.optimiser != settings.optimiser:
+        raise ConfigError(
+            f"{folder} was trained with train.optimiser = {state.optimiser!r}, this run has "
+            f"{settings.optimiser!r}; set it so, or give the run another name"
+        )
+
+
+def _tuning(adapter: AdapterSpec | None) -> str:
+    if adapter is None:
+        return "tuning = 'full'"
+    return f"tuning = 'lora', lora_rank = {adapter.rank}, lora_alpha = {adapter.alpha:g}"
+
+
+def _learning(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """The trainer's own tensors that a checkpoint brings back, by the names they are saved under."""
+    if trainer.settings.adapter is not None:
+        return adapter_tensors(trainer.model)
+    return {name: parameter.detach() for name, parameter in trainer.model.named_parameters()}
+
+
 def _optimiser_tensors(trainer: Trainer) -> dict[str, torch.Tensor]:
     tensors = {_RANDOM: torch.random.get_rng_state()}
     for name, parameter in trainer.model.named_parameters():
         for field, value in trainer.optimiser.state.get(parameter, {}).items():
-            tensors[f"{field}.{name}"] = value.detach().cpu().contiguous()
+            tensors[f"{field}.{name}"] = torch.as_tensor(value).detach().cpu().contiguous()
     return tensors
+
+
+def _load_optimiser(trainer: Trainer, tensors: Mapping[str, torch.Tensor]) -> None:
+    entries: dict[str, dict[str, torch.Tensor | int]] = {}
+    for key, tensor in tensors.items():
+        field, _, name = key.partition(".")
+        # The only whole numbers are the 8-bit optimiser's step counts, which it keeps outside of tensors.
+        is_count = tensor.dtype is torch.int64
+        entries.setdefault(name, {})[field] = int(tensor) if is_count else tensor
+    trainer.optimiser.state.clear()
+    for name, parameter in trainer.model.named_parameters():
+        if name in entries:
+            trainer.optimiser.state[parameter] = {
+                field: value if isinstance(value, int) else value.to(parameter.device)
+                for field, value in entries[name].items()
+            }
+
+
+def _on_cpu(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
 
 
 def _sync(path: Path) -> None:

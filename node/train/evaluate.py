@@ -2,8 +2,8 @@
 
 For: the same fixed prompts before, during and after training, so that two evaluations are paired (each prompt
 keeps its seed). The training reward is too noisy to compare, and a mean over tasks hides one that falls:
-accuracy is reported per task. A pure function of engine, prompts and scorer; not for choosing prompts
-(held-out ones come from `protocol.prompts`). Blocking.
+accuracy is reported per task. `evaluate` is a pure function of engine, prompts and scorer; `HeldOut` is it
+with the swarm's held-out prompts, which `protocol.prompts` chooses. Blocking.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from statistics import fmean
 from node.rollout.engine.base import Engine, GenerationRequest
 from node.rollout.environment import Completion, Prompt
 from node.rollout.policy import Policy
+from node.rollout.prompts import Universe
+from protocol.errors import ModelError
 from protocol.messages import FinishReason, Sampling
 
-__all__ = ["EvaluationReport", "evaluate"]
+__all__ = ["EvaluationReport", "HeldOut", "evaluate"]
 
 EXACT = 1.0 - 1e-6
 
@@ -76,3 +78,45 @@ def evaluate(
         greedy_tasks=greedy_tasks,
         evaluate_s=time.perf_counter() - began_s,
     )
+
+
+class HeldOut:
+    """The same held-out prompts of every task at every moment of a run, and how well they are answered."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        policy: Policy,
+        universe: Universe,
+        score: Callable[[Prompt, Completion], float],
+        *,
+        per_task: int,
+        max_new_tokens: int,
+    ) -> None:
+        self._engine = engine
+        self._policy = policy
+        self._universe = universe
+        self._score = score
+        self._per_task = per_task
+        self._max_new_tokens = max_new_tokens
+        self._prompts: list[Prompt] = []
+
+    def evaluate(self) -> EvaluationReport:
+        """Answer and score all of them with the engine's weights."""
+        return evaluate(
+            self._engine, self._policy, self.prompts(), self._score, max_new_tokens=self._max_new_tokens
+        )
+
+    def prompts(self) -> list[Prompt]:
+        """Those that leave the policy room for an answer. Derived the first time: seconds. Raises ModelError
+        when none does."""
+        if not self._prompts:
+            room = self._policy.max_positions - self._max_new_tokens
+            derived = [each for listed in self._universe.held_out(self._per_task).values() for each in listed]
+            self._prompts = [each for each in derived if len(self._policy.encode_prompt(each.text)) <= room]
+        if not self._prompts:
+            raise ModelError(
+                f"no prompt of this swarm leaves {self._policy.path} room for an answer within its "
+                f"{self._policy.max_positions} positions; choose another policy"
+            )
+        return self._prompts

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
+from node.rollout.adapter import AdapterSpec
 from node.train.objectives import Compat, DppoTv, Graft, Hacpo, Objective
 
 __all__ = ["TrainSettings", "Treatment", "TreatmentSettings"]
@@ -47,6 +48,8 @@ class TrainSettings:
     adam_epsilon: float = 1e-8
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
+    optimiser: Literal["adamw", "adamw_8bit"] = "adamw"
+    """adamw_8bit keeps the moments of large tensors in 8 bits, by blocks of 256 values."""
     micro_batch_tokens: int = 16_384
     """Padded tokens per forward pass; does not change the gradient."""
     external_weight: float = 1.0
@@ -57,7 +60,8 @@ class TrainSettings:
     length_norm_tokens: int = 16
     """The constant length of the aggregation seq_mean_token_sum_norm."""
     measure_start_kl: bool = True
-    """Keep a frozen copy of the first weights and report the divergence from it on own tokens."""
+    """Report the divergence from the first weights on own tokens. Costs a frozen copy of them, which an
+    adapter does not need."""
     own: Objective = field(default_factory=DppoTv)
     compat: Objective = field(default_factory=Compat)
     hacpo: Objective = field(default_factory=Hacpo)
@@ -65,6 +69,13 @@ class TrainSettings:
     treatment: TreatmentSettings = field(default_factory=TreatmentSettings)
     device: str = "cpu"
     dtype: str = "float32"
+    """Of the policy's weights; an adapter is float32."""
+    recompute: bool = False
+    """Keep only each layer's input for the way back: a third more time for a fraction of the memory."""
+    by_turns: bool = False
+    """Leave the device to the engine between steps; weights and moments then lie in RAM."""
+    adapter: AdapterSpec | None = None
+    """Train this and leave the policy's weights as they are; None: train all weights."""
 
     def objective(self, treatment: Treatment) -> Objective:
         """The objective of rows with this treatment."""

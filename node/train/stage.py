@@ -1,9 +1,10 @@
 """The train stage: own groups and drawn peers' groups -> weights and treatments -> one optimiser step -> new
 version.
 
-One loop. It waits for I own groups, then for up to J of the pool's (with a deadline, and only while peers are
-active, so a node without peers trains alone), has them made into a batch (`prepare.py`), steps, and hands the
-new weights to the engine; all of that work runs beside the loop, which alone touches books and pool.
+One loop. It waits for I own groups (for fewer, at least one, once generation holds because its tokens are
+spent), then for up to J of the pool's (with a deadline, and only while peers are active, so a node without
+peers trains alone), has them made into a batch (`prepare.py`), steps, and hands the new weights to the
+engine; all of that work runs beside the loop, which alone touches books and pool.
 Evaluations on held-out prompts happen here, before, during and after.
 """
 
@@ -12,10 +13,13 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 from statistics import fmean
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from node.clock import Clock
 from node.compute import Compute
@@ -74,7 +78,8 @@ class TrainStage:
         window: Callable[[], float],
         peers_active: Callable[[], bool],
         drawn: Callable[[], None],
-        discarded: Callable[[int], None],
+        used: Callable[[int], None],
+        held: asyncio.Event,
         broadcast: Callable[[int], Awaitable[None]],
         evaluate: Callable[[str], Awaitable[None]],
         save: Callable[[], Awaitable[None]],
@@ -84,7 +89,10 @@ class TrainStage:
         gauge: StageGauge,
         weight_gauge: StageGauge,
         finished: asyncio.Event,
+        alone: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
     ) -> None:
+        """`used(n)`: a step that took n own groups has ended. `held` is set while no more own groups will
+        come before that. A step has the device to itself inside `alone`."""
         self._trainer = trainer
         self._policy = policy
         self._settings = settings
@@ -101,7 +109,8 @@ class TrainStage:
         self._window = window
         self._peers_active = peers_active
         self._drawn = drawn
-        self._discarded = discarded
+        self._used = used
+        self._held = held
         self._broadcast = broadcast
         self._evaluate = evaluate
         self._save = save
@@ -111,6 +120,7 @@ class TrainStage:
         self._gauge = gauge
         self._weight_gauge = weight_gauge
         self._finished = finished
+        self._alone = alone
 
     async def run(self) -> None:
         """All steps of this run."""
@@ -132,21 +142,39 @@ class TrainStage:
     async def _step(self) -> None:
         began_s = self._clock.monotonic_s()
         with self._gauge.waiting("own groups"):
-            own = [await self._own.get() for _ in range(self._plan.local_groups)]
+            own = await self._own_groups()
         external = await self._external()
         waited_s = self._clock.monotonic_s() - began_s
         prepared = await self._prepare(own, external)
-        with self._gauge.working():
-            report = await self._compute.run("train", self._trainer.step, prepared.batch)
+        version = self._trainer.policy_version
+        async with self._alone():
+            with self._gauge.working():
+                report = await self._compute.run("train", self._trainer.step, prepared.batch)
         if not report.skipped:
             self._remember(prepared, report)
             with self._gauge.waiting("broadcast"):
                 await self._broadcast(report.policy_version)
         else:
-            self._discarded(len(own))
             text = "a step was not finite and left the weights untouched"
             self._bus.emit(Notice(at=self._clock.now_ms(), level="warning", text=text))
-        self._bus.emit(self._event(_finite(report), prepared.batch, own, waited_s))
+        self._used(len(own))
+        self._bus.emit(self._event(_finite(report), prepared.batch, own, version, waited_s))
+
+    async def _own_groups(self) -> list[OwnGroup]:
+        """One step's worth; what there is, but at least one, while generation holds."""
+        own = [await self._own.get()]
+        while len(own) < self._plan.local_groups:
+            if self._own.empty() and self._held.is_set():
+                break
+            getting, holding = asyncio.create_task(self._own.get()), asyncio.create_task(self._held.wait())
+            try:
+                await asyncio.wait({getting, holding}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                holding.cancel()
+                getting.cancel()  # a group that is there stays in the queue
+            if getting.done() and not getting.cancelled():
+                own.append(getting.result())
+        return own
 
     async def _external(self) -> list[PooledGroup]:
         """Up to J groups of the pool, waiting a little for peers that are there."""
@@ -225,10 +253,16 @@ class TrainStage:
         self._ingestion = {digest: rows for digest, rows in known.items() if digest in self._pool}
 
     def _event(
-        self, report: StepReport, batch: TrainingBatch, own: Sequence[OwnGroup], waited_s: float
+        self,
+        report: StepReport,
+        batch: TrainingBatch,
+        own: Sequence[OwnGroup],
+        version: int,
+        waited_s: float,
     ) -> StepDone:
         external = [group for group in batch.groups if group.source != OWN_SOURCE]
         rollouts = [rollout for each in own for rollout in each.group.rollouts]
+        versions = [_versions(each.group) for each in own]
         return StepDone(
             at=self._clock.now_ms(),
             policy_version=report.policy_version,
@@ -250,12 +284,19 @@ class TrainStage:
             prompts_shared=sum(group.prompt_shared for group in external),
             staleness=fmean(group.lag for group in batch.groups),
             age_windows=fmean(group.age_windows for group in external) if external else 0.0,
+            off_policy_share=float((np.concatenate(versions) < version).mean()),
+            partial_groups=sum(int(each.min() < each.max()) for each in versions),
             sources=report.sources,
             pool=len(self._pool),
             generate_s=sum(each.generate_s for each in own),
             train_s=report.train_s,
             wait_s=waited_s,
         )
+
+
+def _versions(group: RolloutGroup) -> NDArray[np.uint32]:
+    """Of every token of the group."""
+    return np.frombuffer(b"".join(rollout.versions for rollout in group.rollouts), dtype="<u4")
 
 
 def _finite(report: StepReport) -> StepReport:

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 __all__ = ["demo"]
 
 POLL_S = 0.25
-START_S = 120.0
+START_S = {"transformers": 120.0, "vllm": 600.0}
+"""Deadline for all processes to load torch and their engines."""
 SECONDS_PER_STEP = 20.0
 """Deadline of the whole demo per step; far above any sound run."""
 
@@ -43,6 +44,9 @@ def demo(
     transport: Annotated[
         str, typer.Option(help="hivemind (processes and sockets) or memory (simulation).")
     ] = "hivemind",
+    engine: Annotated[
+        str, typer.Option(help="transformers, or vllm (needs vLLM; one engine process per node).")
+    ] = "transformers",
     with_liar: Annotated[
         bool, typer.Option("--with-liar", help="Add a node that lies in four ways.")
     ] = False,
@@ -65,6 +69,10 @@ def demo(
     """Three unequal nodes find each other, share verified rollouts, and get better."""
     if transport not in ("hivemind", "memory"):
         raise ConfigError(f"--transport {transport!r} is neither 'hivemind' nor 'memory'")
+    if engine not in START_S:
+        raise ConfigError(f"--engine {engine!r} is neither 'transformers' nor 'vllm'")
+    if transport == "memory" and engine == "vllm":
+        raise ConfigError("--engine vllm needs real processes; leave out --transport memory")
     if transport == "memory" and with_liar:
         raise ConfigError("--with-liar needs real processes; leave out --transport memory")
     if solo and with_liar:
@@ -76,7 +84,7 @@ def demo(
     from swarm_cli.demo.processes import signals_interrupt
     from swarm_cli.demo.report import node_report, print_result, read_events
 
-    options = DemoOptions(nodes, steps, seed, transport, with_liar, verify, solo, solo_groups)
+    options = DemoOptions(nodes, steps, seed, transport, engine, with_liar, verify, solo, solo_groups)
     settings = parse_settings(setting)
     check_settings(options, settings)
     began_s = time.perf_counter()
@@ -122,7 +130,7 @@ def _run_processes(plan: DemoPlan, show: Callable[[str, Event], None], *, screen
 
     tails = {node.config.name: EventTail(node.home.run(node.config.run).metrics) for node in plan.honest}
     done: set[str] = set()
-    deadline_s = time.monotonic() + START_S + SECONDS_PER_STEP * plan.options.steps
+    deadline_s = time.monotonic() + START_S[plan.options.engine] + SECONDS_PER_STEP * plan.options.steps
     with running(plan.nodes) as children:
 
         def poll() -> bool:

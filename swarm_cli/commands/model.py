@@ -1,8 +1,8 @@
-"""`swarm model`: build the tiny policies that the demo and the tests start from.
+"""`swarm model`: get a policy to train, or build the tiny ones of the demo.
 
-For: `make-tiny`, with progress on stderr and one line (or one JSON object) per policy on stdout. Not for:
-fetching or converting models; any Hugging Face folder is a policy. Torch is imported by the builder, not by
-this module, so `swarm --help` stays fast.
+`get` fetches or copies a model into the home, where `policy.path` finds it by name; `make-tiny` builds the
+bundled policies anew. Progress on stderr, one line (or one JSON object) per policy on stdout. The work itself
+is `node.models` and `node.rollout.tiny`, imported by the commands, so `swarm --help` stays fast.
 """
 
 from __future__ import annotations
@@ -12,9 +12,18 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 from protocol.errors import ConfigError
+from swarm_cli.options import HomeOption, JsonOption, resolve
 from swarm_cli.output import err, out, write_json
 
 __all__ = ["app"]
@@ -25,6 +34,55 @@ app = typer.Typer(no_args_is_help=True)
 @app.callback()
 def _model() -> None:
     """Policies."""
+
+
+@app.command("get")
+def get_command(
+    what: Annotated[
+        str, typer.Argument(metavar="NAME|FOLDER|ORG/NAME", help="smollm2-135m, a folder, or a hub id.")
+    ],
+    name: Annotated[
+        str | None, typer.Option("--name", help="Name to keep it under.", show_default=False)
+    ] = None,
+    home: HomeOption = None,
+    deadline_s: Annotated[
+        float, typer.Option("--deadline", min=1, help="Seconds that a download may take.")
+    ] = 3600.0,
+    json: JsonOption = False,
+) -> None:
+    """Fetch a model, check it, and keep it in the home; `policy.path = NAME` then finds it.
+
+    A folder is copied, so that what it becomes later changes nothing here; to use one where it is, give its
+    path as policy.path. Only safetensors weights, no code, with a chat template. What is there is not fetched
+    again.
+
+    Exit codes: 0 there, 2 it cannot be had or is refused.
+    """
+    from node.models import get_model
+    from node.paths import Home
+
+    place = Home(resolve(None, None, home).home)
+    with Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        TimeElapsedColumn(),
+        console=err,
+        disable=not err.is_terminal,
+    ) as bar:
+        task = bar.add_task("", total=None)
+
+        def notice(text: str) -> None:
+            bar.update(task, description=text)
+            if bar.disable:
+                err.print(text)
+
+        report = get_model(what, place, notice, name=name, deadline_s=deadline_s)
+    if json:
+        write_json(report)
+    else:
+        size = f"{report.params:,} parameters, {report.bytes / 1e6:.1f} MB"
+        out.print(f"{report.path}: {size}", soft_wrap=True)
+        err.print(f"train it with policy.path = {report.name!r}")
 
 
 @app.command("make-tiny")

@@ -49,6 +49,8 @@ def _print(facts: dict[str, Any]) -> None:
         soft_wrap=True,
     )
     out.print(_table(facts))
+    if facts["health"] is not None and facts["health"].not_sharing:
+        out.print(f"shares nothing any more: {facts['health'].not_sharing}", soft_wrap=True)
 
 
 def _table(facts: dict[str, Any]) -> Table:

@@ -9,7 +9,9 @@ slot's prompt in turn.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
+import logging
 import signal
 import sys
 from collections import OrderedDict
@@ -23,6 +25,8 @@ from node.events import EventBus
 from node.keys import load_key
 from node.paths import Home
 from node.rollout.admission import Admission
+from node.rollout.engine.base import Engine
+from node.rollout.policy import Policy
 from node.rollout.prompts import AssignedPrompt, PromptFeed, Universe
 from node.rollout.scoring import OwnScorer
 from node.rollout.worker import RolloutWorker
@@ -46,6 +50,8 @@ from swarm_cli.liar import Liar, Lie
 
 __all__ = ["LiarNode", "main"]
 
+log = logging.getLogger(__name__)
+
 PACE_S = 0.25
 """One lie in this time: about as many groups as an honest node sends."""
 LIES = (*5 * (Lie.FALSE_REWARD, Lie.EASY_QUESTION), Lie.WRONG_INDEX)
@@ -66,8 +72,9 @@ class LiarNode:
         clock: Clock,
         transport: Transport,
         sandbox: Scorer,
+        policy: Policy,
+        engine: Engine,
     ) -> None:
-        policy = open_policy(config, charter)
         environments = open_environments(charter)
         swarm = swarm_id(charter)
         lineage = Lineage(
@@ -108,7 +115,7 @@ class LiarNode:
             author=identity.peer_id,
             lineage=lineage,
             policy=policy,
-            engine=open_engine(config, policy),
+            engine=engine,
             scorer=OwnScorer(environments, sandbox),
             feed=self._feed,
             admission=Admission(0, 1),
@@ -189,8 +196,12 @@ async def _run(config: NodeConfig) -> None:
         validate_record=record_validator(swarm_id(charter), clock.now_ms),
     )
     try:
-        with open_sandbox(config, charter) as sandbox:
-            liar = LiarNode(config, identity, charter, clock, transport, sandbox)
+        policy = open_policy(config, charter)
+        with (
+            open_sandbox(config, charter) as sandbox,
+            contextlib.closing(open_engine(config, policy, _log_notice)) as engine,
+        ):
+            liar = LiarNode(config, identity, charter, clock, transport, sandbox, policy, engine)
             stages = {
                 "gossip": liar.gossip.run(),
                 "presence": liar.presence.run(),
@@ -200,6 +211,10 @@ async def _run(config: NodeConfig) -> None:
             await run_stages(stages, until=stop)
     finally:
         await transport.close()
+
+
+def _log_notice(level: str, text: str) -> None:
+    log.log(logging.WARNING if level == "warning" else logging.INFO, text)
 
 
 def main() -> None:

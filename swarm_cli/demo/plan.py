@@ -38,6 +38,7 @@ OWN_KEYS = {
     "charter": "",
     "seed": "--seed",
     "policy.path": "",
+    "rollout.engine": "--engine",
     "network.transport": "--transport or --solo",
     "network.listen": "",
     "network.bootstraps": "",
@@ -45,6 +46,8 @@ OWN_KEYS = {
     "verify.enabled": "--no-verify",
 }
 """Config keys that the demo gives each node, and the option to use instead."""
+SMALL_VLLM = {"vllm.kv_cache_mib": 64, "vllm.max_context": 128}
+"""Three engines of tiny policies on one machine; prompt and answer take 20 tokens."""
 
 
 class DemoRole(StrEnum):
@@ -62,6 +65,7 @@ class DemoOptions:
     steps: int = 100
     seed: int = 1
     transport: str = "hivemind"
+    engine: str = "transformers"
     with_liar: bool = False
     verify: bool = True
     solo: bool = False
@@ -123,9 +127,12 @@ def make_plan(options: DemoOptions, root: Path, settings: Mapping[str, Any]) -> 
         config = load_config(
             [Path("demo.toml")],
             {
+                **(SMALL_VLLM if options.engine == "vllm" else {}),
                 **settings,
                 # Only the first node is known beforehand; the others are found through it.
                 **_overrides(options, number, name, home, addresses[: min(number, 1)], address),
+                # The liar's answers are lies; any engine will do.
+                "rollout.engine": options.engine if role is DemoRole.NODE else "transformers",
             },
         )
         write_atomically(home.root / "node.json", config.model_dump_json(indent=2).encode())

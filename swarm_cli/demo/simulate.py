@@ -7,30 +7,21 @@ events, measured seconds aside. Not a benchmark: virtual time says nothing about
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 from collections.abc import Callable
 
 import torch
 
-from node.build import (
-    load_charter,
-    open_decoders,
-    open_engine,
-    open_environments,
-    open_policy,
-    open_sandbox,
-    require_strength,
-    train_settings,
-)
+from node.build import load, load_charter, open_environments, open_sandbox, require_strength
 from node.clock import VirtualClock, run_virtual
 from node.compute import InlineCompute
-from node.events import Event, EventBus
+from node.events import Event, EventBus, Notice
 from node.node import Node, NodeParts
 from node.sandbox.scorer import Scorer
 from node.state import MemorySequence, MemoryWindows
 from node.supervise import sole_cause
 from node.telemetry import JsonlSink
-from node.train.step import Trainer
 from node.transport.links import LINKS
 from node.transport.memory import MemoryNetwork
 from protocol.charter import swarm_id
@@ -68,21 +59,17 @@ async def _simulate(plan: DemoPlan, show: Callable[[str, Event], None]) -> None:
     network = MemoryNetwork(plan.options.seed, LINKS["home"], clock)
     charter = load_charter(plan.nodes[0].config, plan.nodes[0].identity, clock.now_ms())
     sandbox = open_sandbox(plan.nodes[0].config, charter)
-    sinks: list[JsonlSink] = []
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(sandbox.close)
         sandbox.start()
         require_strength(sandbox, open_environments(charter))
         nodes = [
-            await _build(planned, charter, sandbox, network, clock, show, sinks) for planned in plan.honest
+            await _build(planned, charter, sandbox, network, clock, show, stack) for planned in plan.honest
         ]
         async with asyncio.TaskGroup() as group:
             for node in nodes:
                 group.create_task(node.run(), name=node.config.name)
             group.create_task(_stop_all(nodes))
-    finally:
-        sandbox.close()
-        for sink in sinks:
-            sink.close()
 
 
 async def _stop_all(nodes: list[Node]) -> None:
@@ -100,17 +87,23 @@ async def _build(
     network: MemoryNetwork,
     clock: VirtualClock,
     show: Callable[[str, Event], None],
-    sinks: list[JsonlSink],
+    stack: contextlib.ExitStack,
 ) -> Node:
-    config = planned.config
-    run_dir = planned.home.run(config.run).create()
+    """A node; what must be closed goes on `stack`."""
+    run_dir = planned.home.run(planned.config.run).create()
     bus = EventBus()
     sink = JsonlSink(run_dir.metrics)
-    sinks.append(sink)
+    stack.callback(sink.close)
     bus.subscribe(sink)
-    bus.subscribe(lambda event: show(config.name, event))
-    policy = open_policy(config, charter)
-    settings = train_settings(config, charter)
+    bus.subscribe(lambda event: show(planned.config.name, event))
+
+    def notice(level: str, text: str) -> None:
+        if level == "info":  # such as the memory plan, which two runs of the same seed need not share
+            return
+        bus.emit(Notice(at=clock.now_ms(), level=level, text=text))
+
+    config, loaded = load(planned.config, charter, notice)
+    stack.callback(loaded.engine.close)
     transport = None
     if config.network.transport != "none":
         transport = network.transport(
@@ -118,15 +111,10 @@ async def _build(
         )
         await transport.start()
     parts = NodeParts(
+        **vars(loaded),
         identity=planned.identity,
         charter=charter,
-        policy=policy,
-        settings=settings,
-        trainer=Trainer(policy, settings),
-        engine=open_engine(config, policy),
-        environments=open_environments(charter),
         sandbox=sandbox,
-        decoders=open_decoders(policy, charter),
         transport=transport,
         sequence=MemorySequence(clock.now_ms()),
         replay=ReplayCache(),

@@ -1,4 +1,4 @@
-"""Which charter a node runs with: its own, one it is given, or one it founds."""
+"""Which charter a node runs with, what its memory plan makes of its configuration, and which engine opens."""
 
 from __future__ import annotations
 
@@ -6,11 +6,26 @@ from pathlib import Path
 
 import pytest
 
-from node.build import inspect_charter, load_charter
+from node import build
+from node.budget import BudgetError
+from node.build import (
+    inspect_charter,
+    load_charter,
+    machine_of,
+    open_engine,
+    plan_of,
+    planned,
+    train_settings,
+)
 from node.config import NodeConfig, load_config
 from node.paths import Home, bundled
+from node.rollout.adapter import AdapterSpec
+from node.rollout.engine.base import EngineError
+from node.rollout.engine.fallback import FallbackEngine
+from node.rollout.engine.transformers import TransformersEngine
+from node.rollout.policy import Policy
 from protocol.charter import charter_bytes, found, swarm_id
-from protocol.errors import CharterError
+from protocol.errors import CharterError, ConfigError, ModelError, SwarmError
 from protocol.identity import Identity
 
 OURS = Identity.from_seed(b"o" * 32)
@@ -68,3 +83,143 @@ def test_a_damaged_charter_at_home_is_not_replaced(config: NodeConfig) -> None:
 def test_looking_founds_nothing(config: NodeConfig) -> None:
     assert inspect_charter(config) == (bundled("demo-charter.toml"), "demo")
     assert not Home(config.home).charter.exists()
+
+
+# --- memory plan -------------------------------------------------------------------------------------------
+
+
+def test_the_plan_leaves_nothing_open_and_keeps_the_rest(config: NodeConfig, tiny_policy_path: Path) -> None:
+    charter = found(OURS, rules(), 0)
+    config = load_config([], {"home": config.home, "policy.device": "cpu", "train.micro_batch_tokens": 3000})
+    plan = plan_of(config, charter, Policy.open(tiny_policy_path))
+    closed = planned(config, plan)
+    assert (closed.policy.tuning, closed.policy.sharing) == ("full", "concurrent")
+    assert (closed.train.optimiser, closed.train.micro_batch_tokens) == ("adamw", 3000)
+    assert closed.vllm.gpu_memory_share == 0.0
+    changed = {"policy": config.policy, "train": config.train, "vllm": config.vllm}
+    assert closed.model_copy(update=changed) == config
+    assert planned(closed, plan_of(closed, charter, Policy.open(tiny_policy_path))) == closed
+
+
+def test_too_little_memory_is_told_before_anything_is_loaded(
+    config: NodeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr(Policy, "load_model", never)
+    config = load_config(
+        [],
+        {
+            "home": config.home,
+            "policy.device": "cpu",
+            "policy.memory_gib": 0.25,
+            "policy.path": "models/wren",
+        },
+    )
+    with pytest.raises(BudgetError, match=r"needs 0\.5 GiB here and may use 0\.2; raise policy\.memory_gib"):
+        build.load(config, found(OURS, rules(), 0), lambda level, text: None)
+
+
+def test_memory_is_the_smallest_of_what_is_free_and_what_may_be_used(
+    config: NodeConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = load_config([], {"home": config.home, "policy.device": "cpu"})
+    monkeypatch.setattr(build, "CGROUP", tmp_path)
+    assert 0 < machine_of(config).free_bytes <= machine_of(config).total_bytes
+    (tmp_path / "memory.max").write_text("max\n")
+    free = machine_of(config).free_bytes
+    assert free > 1_000_000
+    (tmp_path / "memory.max").write_text("1000000\n")
+    assert machine_of(config).free_bytes == 1_000_000
+    config = load_config([], {"home": config.home, "policy.device": "cpu", "policy.memory_gib": 1.5})
+    assert machine_of(config).free_bytes == 1.5 * 2**30
+
+
+def test_settings_follow_the_plan(config: NodeConfig) -> None:
+    charter = found(OURS, rules(), 0)
+    keys = {
+        "home": config.home,
+        "policy.device": "cpu",
+        "policy.tuning": "lora",
+        "policy.lora_rank": 7,
+        "policy.lora_alpha": 21.0,
+        "policy.sharing": "sequential",
+        "train.optimiser": "adamw_8bit",
+    }
+    settings = train_settings(load_config([], keys), charter)
+    assert settings.adapter == AdapterSpec(7, 21.0)
+    assert settings.optimiser == "adamw_8bit"
+    assert not settings.by_turns  # RAM is the same place before and after
+    plain = train_settings(load_config([], {"policy.device": "cpu"}), charter)
+    assert (plain.adapter, plain.optimiser) == (None, "adamw")
+
+
+# --- the engine --------------------------------------------------------------------------------------------
+
+
+class Dying(TransformersEngine):
+    """Stands for vLLM: with `pids` it lives."""
+
+    name = "vllm"
+    pids: tuple[int, ...] = (1,)
+
+    def pause(self) -> None:
+        if not self.pids:
+            raise EngineError("vLLM was started 6 times in a row")
+        super().pause()
+
+
+def test_without_fallback_an_engine_that_cannot_start_ends_the_node(
+    tiny_policy_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise ConfigError("vLLM is not installed here")
+
+    monkeypatch.setattr(build, "_open_vllm", broken)
+    config = load_config([], {"policy.device": "cpu", "rollout.engine": "vllm"})
+    with pytest.raises(ConfigError, match="not installed"):
+        open_engine(config, Policy.open(tiny_policy_path))
+    policy = Policy.open(tiny_policy_path)
+    monkeypatch.setattr(build, "_open_vllm", lambda *_: Dying(policy))
+    assert isinstance(open_engine(config, policy), Dying)
+
+
+@pytest.mark.parametrize(
+    "error", [ConfigError("no vLLM"), ModelError("no such model"), EngineError("no start")]
+)
+def test_with_fallback_the_other_engine_takes_its_place(
+    tiny_policy_path: Path, monkeypatch: pytest.MonkeyPatch, error: SwarmError
+) -> None:
+    def broken(*_: object) -> None:
+        raise error
+
+    notices: list[tuple[str, str]] = []
+    monkeypatch.setattr(build, "_open_vllm", broken)
+    config = load_config([], {"policy.device": "cpu", "rollout.engine": "vllm", "rollout.fallback": True})
+    engine = open_engine(config, Policy.open(tiny_policy_path), lambda *told: notices.append(told))
+    assert engine.name == "transformers"
+    assert notices == [
+        ("warning", f"vLLM cannot be started, the transformers engine takes its place: {error}")
+    ]
+
+
+def test_with_fallback_a_lost_engine_is_replaced_and_that_is_told(
+    tiny_policy_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = Policy.open(tiny_policy_path)
+    dying = Dying(policy)
+    notices: list[tuple[str, str]] = []
+    monkeypatch.setattr(build, "_open_vllm", lambda *_: dying)
+    config = load_config([], {"policy.device": "cpu", "rollout.engine": "vllm", "rollout.fallback": True})
+    engine = open_engine(config, policy, lambda *told: notices.append(told))
+    assert isinstance(engine, FallbackEngine)
+    engine.pause()
+    assert (engine.name, notices) == ("vllm", [])
+    dying.pids = ()
+    engine.pause()
+    assert engine.name == "transformers"
+    assert [level for level, _ in notices] == ["warning"]
+    assert notices[0][1].startswith(
+        "vLLM is lost, the transformers engine takes its place: vLLM was started 6"
+    )

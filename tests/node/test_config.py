@@ -228,12 +228,66 @@ def test_the_configuration_is_immutable() -> None:
         NodeConfig().train.steps = 3
 
 
-def test_policy_folder_is_looked_up_here_then_among_the_bundled(tmp_path: Path) -> None:
+def test_policy_folder_is_looked_up_here_then_at_home_then_among_the_bundled(tmp_path: Path) -> None:
+    def folder(path: str) -> Path:
+        config = load_config([], {"policy.path": path, "home": tmp_path / "home"})
+        return config.policy.folder(config.home)
+
+    (tmp_path / "home/models/mine").mkdir(parents=True)
+    (tmp_path / "home/models/models/wren").mkdir(parents=True)
+    assert folder("models/rook") == ROOT / "configs/models/rook"
+    assert folder("models/wren") == tmp_path / "home/models/models/wren"
+    assert folder("mine") == tmp_path / "home/models/mine"
     (tmp_path / "mine").mkdir()
-    assert load_config([], {"policy.path": "mine"}).policy.folder() == tmp_path / "mine"
-    assert load_config([], {"policy.path": "models/wren"}).policy.folder() == ROOT / "configs/models/wren"
-    with pytest.raises(ConfigError, match="'nosuch' is no folder here"):
-        load_config([], {"policy.path": "nosuch"}).policy.folder()
+    assert folder("mine") == tmp_path / "mine"
+    assert folder(str(tmp_path / "mine")) == tmp_path / "mine"
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("smollm2-135m", "is not on this machine yet; swarm model get smollm2-135m$"),
+        ("nosuch", "is no folder here, no model that `swarm model get` has fetched"),
+        ("org/name", "no folder here"),
+    ],
+)
+def test_a_policy_that_is_nowhere_says_how_to_get_it(tmp_path: Path, path: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=f"^policy.path '{path}' .*{words}"):
+        load_config([], {"policy.path": path}).policy.folder(tmp_path)
+
+
+def test_a_token_budget_needs_partial_rollouts() -> None:
+    with pytest.raises(ConfigError, match=r"rollout.token_budget = 100: .*needs rollout.max_in_flight"):
+        load_config([], {"rollout.token_budget": 100})
+    rollout = load_config([], {"rollout.token_budget": 100, "rollout.max_in_flight": 8}).rollout
+    assert rollout.token_budget == 100
+
+
+@pytest.mark.parametrize("name", ["demo", "gpu-24gb", "gpu-8gb", "smollm2-cpu"])
+def test_profiles_need_nothing_else(name: str, tmp_path: Path) -> None:
+    """Each names a charter that can be founded and a policy that is bundled or can be got by name."""
+    from node.build import inspect_charter
+    from node.models import KNOWN_MODELS
+
+    config = load_config([Path(name)], {"home": tmp_path})
+    assert inspect_charter(config)[1] in {"demo", "smollm2"}
+    assert config.policy.path in KNOWN_MODELS or config.policy.folder(tmp_path).is_dir()
+    assert config.rollout.max_in_flight <= config.vllm.max_concurrent
+
+
+def test_the_charter_of_smollm2_fits_the_model_that_is_got() -> None:
+    from node.build import open_environments
+    from node.models import KNOWN_MODELS
+    from protocol.charter import found
+    from protocol.identity import Identity
+
+    rules = (ROOT / "configs/smollm2-charter.toml").read_text()
+    charter = found(Identity.generate(), rules, 0)
+    (tokenizer,) = charter.tokenizers
+    assert tokenizer.digest == KNOWN_MODELS["smollm2-135m"].sha256["tokenizer.json"]
+    for environment in open_environments(charter).values():
+        assert environment.prompt(1, 1).text.endswith("Reply with the final answer only.")
+        assert not environment.evaluates_answers
 
 
 @pytest.mark.slow

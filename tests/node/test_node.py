@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors import SafetensorError
@@ -195,13 +196,17 @@ def test_refusals_of_invented_peers_are_bounded_and_their_sum_is_right(
     run_virtual(main())
 
 
-async def test_on_a_real_loop_with_real_threads(tmp_path: Path, policies: Sequence[Policy]) -> None:
+@pytest.mark.parametrize("max_in_flight", [0, 16])
+async def test_on_a_real_loop_with_real_threads(
+    tmp_path: Path, policies: Sequence[Policy], max_in_flight: int
+) -> None:
     compute = ThreadCompute()
     async with ToySwarm(tmp_path, policies) as swarm:
         toy = await swarm.add(
             "alice",
             train__steps=5,
             train__external_wait_s=0.0,
+            rollout__max_in_flight=max_in_flight,
             change=lambda parts: dataclasses.replace(parts, compute=compute),
         )
         async with asyncio.timeout(60):
@@ -210,6 +215,144 @@ async def test_on_a_real_loop_with_real_threads(tmp_path: Path, policies: Sequen
         assert [step.policy_version for step in toy.of(StepDone)] == [1, 2, 3, 4, 5]
         assert all(step.staleness <= 1 for step in toy.of(StepDone))
     compute.close()
+
+
+# --- partial rollouts, one device, a wrong engine -----------------------------------------------------------
+
+PARTIAL = {"rollout__max_in_flight": 32, "train__external_wait_s": 0.5}
+LONG = {"max_new_tokens": 40, "group_size": 2, "slots_per_window": 32}
+
+
+def test_partial_rollouts_are_shared_and_trained_on_over_versions(
+    tmp_path: Path, policies: Sequence[Policy]
+) -> None:
+    async def main() -> None:
+        slow = COSTS_S | {"generate": 0.5}
+        settings = PARTIAL | {"train__steps": 12, "rollout__max_staleness": 3}
+        async with ToySwarm(tmp_path, policies, costs_s=slow, **LONG) as swarm:
+            alice = await swarm.add("alice", 0, **settings)
+            bob = await swarm.add("bob", 1, bootstraps=[alice], **settings)
+            await swarm.run()
+            for toy, other in ((alice, bob), (bob, alice)):
+                await toy.task
+                steps = toy.of(StepDone)
+                assert [step.policy_version for step in steps] == list(range(1, 13))
+                assert max(step.staleness for step in steps) <= 3
+                assert sources(toy)[other.peer_id] >= 6
+                assert sum(step.partial_groups for step in steps) > 0
+                assert 0 < max(step.off_policy_share for step in steps) <= 1
+                judged = [event for event in toy.of(GroupJudged) if not event.own]
+                assert {event.reason for event in judged} == {""}
+                stages = toy.of(StagesSeen)
+                assert max(event.rollouts_in_flight for event in stages) >= 8
+                assert stages[-1].tokens_sampled > 100
+                assert toy.of(Notice) == []
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("settings", [{}, {"rollout__token_budget": 150, "rollout__in_flight": "recompute"}])
+def test_partial_rollouts_repeat_exactly(
+    tmp_path: Path, policies: Sequence[Policy], settings: dict[str, Any]
+) -> None:
+    async def main(home: Path) -> list[list[bytes]]:
+        async with ToySwarm(home, policies, **LONG) as swarm:
+            alice = await swarm.add("alice", 0, train__steps=4, **PARTIAL, **settings)
+            bob = await swarm.add("bob", 1, bootstraps=[alice], train__steps=4, **PARTIAL, **settings)
+            await swarm.run()
+            for toy in (alice, bob):
+                await toy.task
+            return [reproducible(toy) for toy in (alice, bob)]
+
+    assert run_virtual(main(tmp_path / "one")) == run_virtual(main(tmp_path / "other"))
+
+
+def reproducible(toy: Toy) -> list[bytes]:
+    """Steps and own groups; measured times left out."""
+    return [
+        encode_event(msgspec.structs.replace(event, train_s=0.0) if isinstance(event, StepDone) else event)
+        for event in toy.events
+        if isinstance(event, GroupJudged | StepDone)
+        and not (isinstance(event, GroupJudged) and not event.own)
+    ]
+
+
+def test_a_token_budget_makes_short_steps(tmp_path: Path, policies: Sequence[Policy]) -> None:
+    async def main() -> None:
+        async with ToySwarm(tmp_path, policies, **LONG) as swarm:
+            settings = {"rollout__max_in_flight": 32, "rollout__token_budget": 200, "train__local_groups": 8}
+            toy = await swarm.add("alice", 0, connected=False, train__steps=8, **settings)
+            await swarm.run()
+            await toy.task
+            groups = [step.groups_local for step in toy.of(StepDone)]
+            assert len(groups) == 8
+            assert 1 <= min(groups) < 8
+            assert max(step.staleness for step in toy.of(StepDone)) <= 1
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("max_in_flight", [0, 32])
+def test_engine_and_trainer_take_turns_on_one_device(
+    tmp_path: Path, policies: Sequence[Policy], max_in_flight: int
+) -> None:
+    asleep: list[bool] = []
+
+    class Watched(TransformersEngine):
+        def _next_logits(self, *args: Any, **kwargs: Any) -> Any:
+            asleep.append(self._paused)
+            return super()._next_logits(*args, **kwargs)
+
+    async def main() -> None:
+        async with ToySwarm(tmp_path, policies) as swarm:
+            toy = await swarm.add(
+                "alice",
+                connected=False,
+                train__steps=4,
+                policy__sharing="sequential",
+                rollout__max_in_flight=max_in_flight,
+                change=lambda parts: dataclasses.replace(parts, engine=Watched(parts.policy)),
+            )
+            await swarm.run()
+            await toy.task
+            assert len(toy.of(StepDone)) == 4
+            assert asleep
+            assert not any(asleep)
+
+    run_virtual(main())
+
+
+def test_a_node_whose_engine_stays_wrong_shares_nothing_more_and_trains_on(
+    tmp_path: Path, policies: Sequence[Policy]
+) -> None:
+    class Wrong(TransformersEngine):
+        name = "vllm"  # probed at every version
+
+        def logprobs(self, sequences: Any) -> Any:
+            return [scored - 0.1 * (self.policy_version >= 4) for scored in super().logprobs(sequences)]
+
+    async def main() -> None:
+        async with ToySwarm(tmp_path, policies) as swarm:
+            alice = await swarm.add(
+                "alice",
+                0,
+                train__steps=12,
+                change=lambda parts: dataclasses.replace(parts, engine=Wrong(parts.policy)),
+            )
+            bob = await swarm.add("bob", 1, bootstraps=[alice], train__steps=12)
+            await swarm.run()
+            await alice.task
+            (notice,) = alice.of(Notice)
+            assert (notice.level, "trains on alone" in notice.text) == ("error", True)
+            at = next(event for event in alice.of(StepDone) if event.policy_version == 5).at
+            published = {event.announced for event in alice.of(Health) if event.at > at}
+            assert len(published) == 1
+            assert alice.of(Health)[-1].not_sharing in notice.text
+            assert alice.of(Health)[-1].not_sharing != ""
+            assert len(alice.of(StepDone)) == 12
+            await swarm.finished(bob)
+
+    run_virtual(main())
 
 
 # --- the network goes ---------------------------------------------------------------------------------------

@@ -73,6 +73,15 @@ def is_step(event: object) -> bool:
     return type(event).__name__ == "StepDone"
 
 
+def metrics_of(home: Path) -> Path:
+    return home / "runs/latest/metrics.jsonl"
+
+
+def newest_checkpoint(home: Path) -> int:
+    """Version of the newest saved weights, 0 without any."""
+    return max((int(path.name[1:]) for path in (home / "runs/latest/checkpoints").glob("v*")), default=0)
+
+
 def is_start(event: object) -> bool:
     return type(event).__name__ == "NodeStarted"
 
@@ -103,7 +112,7 @@ def test_run_join_status_and_ctrl_c(start: Start, tmp_path: Path) -> None:
     """Two homes on one machine: the second finds the first by its printed address, and groups flow."""
     first, second = tmp_path / "first", tmp_path / "second"
     run = start("run", "--home", first, "--name", "first", "--steps", "100000", *QUICK, *LOOPBACK)
-    started = await_event(first / "runs/latest/metrics.jsonl", run, is_start)
+    started = await_event(metrics_of(first), run, is_start)
     address = started.addresses[0]  # type: ignore[attr-defined]
     join = start(
         "join", address, "--home", second, "--name", "second", "--steps", "100000", *QUICK, *LOOPBACK,
@@ -111,7 +120,7 @@ def test_run_join_status_and_ctrl_c(start: Start, tmp_path: Path) -> None:
     )  # fmt: skip
     for home, process in ((second, join), (first, run)):
         await_event(
-            home / "runs/latest/metrics.jsonl",
+            metrics_of(home),
             process,
             lambda event: is_step(event) and event.groups_external > 0,  # type: ignore[attr-defined]
         )
@@ -144,6 +153,8 @@ def test_run_join_status_and_ctrl_c(start: Start, tmp_path: Path) -> None:
         assert "join it:  swarm join /ip4/127.0.0.1/tcp/" in err
         assert err.endswith("swarm: interrupted\n")
         assert_gone(children)
+        stopped = EventTail(metrics_of(home)).read()[-1]
+        assert newest_checkpoint(home) == stopped.steps > 0  # type: ignore[union-attr]
         assert list((home / "run").iterdir()) == []
         assert not list(home.rglob("*.tmp"))
         assert_no_secret(home, err)

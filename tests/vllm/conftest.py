@@ -1,5 +1,5 @@
-"""What the vLLM tests share; skipped as a whole where vLLM is not installed. One engine per module, as each
-takes its time to start."""
+"""What the vLLM tests share; skipped where vLLM is not installed. One engine per module, as each takes its
+time to start."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from pathlib import Path
 
 import pytest
 
-if importlib.util.find_spec("vllm") is None:
-    collect_ignore_glob = ["test_*.py"]
-
 HERE = Path(__file__).parent
+MISSING = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed; `make vllm` adds it"
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.parent == HERE:
             item.add_marker(pytest.mark.vllm)
+            item.add_marker(MISSING)
             item.add_marker(pytest.mark.timeout(600))
             # vLLM and what it imports warn at import; nothing of ours
             item.add_marker(pytest.mark.filterwarnings("ignore"))

@@ -14,13 +14,15 @@ import contextlib
 import importlib.metadata
 import importlib.util
 import json
+import logging
 import multiprocessing
 import os
 import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Coroutine
+import warnings
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
@@ -32,7 +34,7 @@ from node.rollout.engine._vllm_plugin import PLUGIN
 from node.rollout.engine.base import EngineError
 from protocol.errors import ConfigError, ModelError
 
-__all__ = ["EngineDied", "VllmProcess", "require_vllm"]
+__all__ = ["EngineDied", "VllmProcess", "require_vllm", "together"]
 
 Result = TypeVar("Result")
 
@@ -40,8 +42,8 @@ PROGRESS_S = 10.0
 """Between two notices that the engine is still starting."""
 WATCH_S = 0.2
 """Between two looks for a dead process."""
-CLOSE_S = 10.0
-"""For the process to end by itself."""
+CLOSE_S = 2.0
+"""For the process to end by itself; it holds nothing that a kill would lose."""
 PROCESS_NAME = "EngineCore"
 """What vLLM calls the process that holds the model."""
 CPU_ENVIRONMENT = {
@@ -96,6 +98,8 @@ class VllmProcess:
         self._core: Any = None
         self._closed = False
         self._hung = False
+        self.on_cpu = False
+        """Whether the model is computed without a GPU; known once it is loaded."""
         self.engine: Any = None
         self.loop: asyncio.AbstractEventLoop = asyncio.new_event_loop()
         ready: Future[None] = Future()
@@ -150,10 +154,10 @@ class VllmProcess:
 
         from node.rollout.engine._vllm_plugin import BACKEND
 
-        on_cpu = current_platform.is_cpu()
-        if on_cpu:
+        self.on_cpu = current_platform.is_cpu()
+        if self.on_cpu:
             os.environ.update(CPU_ENVIRONMENT)
-        arguments = self._arguments(on_cpu=on_cpu)
+        arguments = self._arguments(on_cpu=self.on_cpu)
         try:
             config = AsyncEngineArgs(
                 **arguments, weight_transfer_config=WeightTransferConfig(backend=BACKEND)
@@ -285,6 +289,17 @@ class VllmProcess:
         return f"; its last error: {last}" if last else ""
 
 
+async def together(work: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """All results, or the first error with the rest cancelled."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
 def _core_processes() -> set[Any]:
     return {process for process in multiprocessing.active_children() if process.name == PROCESS_NAME}
 
@@ -329,12 +344,19 @@ def _prepare_environment() -> Path:
             "GLOO_SOCKET_IFNAME": "lo",
             "HF_HUB_OFFLINE": "1",
             "TRANSFORMERS_OFFLINE": "1",
+            # By the one position that scoring a full context asks for and never computes.
+            "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
         }
         os.environ.update(fixed)
         # Pickle between its processes, and a size of the cache that would override ours.
         for name in ("VLLM_ALLOW_INSECURE_SERIALIZATION", "VLLM_CPU_KVCACHE_SPACE"):
             os.environ.pop(name, None)
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        # What it says while it is imported, here and in its processes; its own settings come later.
+        logging.getLogger("vllm").addHandler(logging.NullHandler())
+        warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.triton_utils\.dispatcher")
+        unheard = "ignore::FutureWarning:vllm.triton_utils.dispatcher"
+        os.environ["PYTHONWARNINGS"] = ",".join(filter(None, (os.environ.get("PYTHONWARNINGS"), unheard)))
     return _log_file
 
 

@@ -44,7 +44,8 @@ def nucleus(logprobs_RV: Tensor, top_p_R: Tensor) -> Tensor:
     sorted_RV, order_RV = logprobs_RV.sort(-1, descending=True)
     probs_RV = sorted_RV.exp()
     mass_before_RV = probs_RV.cumsum(-1) - probs_RV
-    cut_RV = mass_before_RV >= top_p_R[:, None]
+    # Rounding may reach a mass of 1 before the last token: a row without a cut must not lose its tail.
+    cut_RV = (mass_before_RV >= top_p_R[:, None]) & (top_p_R < 1)[:, None]
     cut_RV[:, 0] = False
     kept_RV = logprobs_RV.masked_fill(cut_RV.gather(-1, order_RV.argsort(-1)), -torch.inf)
     return torch.log_softmax(kept_RV, dim=-1)

@@ -86,6 +86,7 @@ def _of_step(step: StepDone | None) -> tuple[Fact, ...]:
         ("learning rate", f"{step.learning_rate:.1e}", ""),
         ("shared prompts", str(step.prompts_shared), ""),
         ("hacpo+graft", f"{step.hacpo_groups}+{step.graft_groups}", ""),
+        ("off-policy", f"{decimal(100 * step.off_policy_share, 0)} % of own", ""),
     )
 
 
@@ -101,7 +102,8 @@ def _of_health(health: Health | None) -> tuple[Fact, ...]:
             WARN if health.loop_lag_p99_s > 0.1 else "",
         ),
         ("announced", quantity(health.announced), ""),
-        ("bodies fetched", quantity(health.bodies_fetched), ""),
+        ("bodies in+out", f"{quantity(health.bodies_fetched)}+{quantity(health.bodies_served)}", ""),
         ("refused early", quantity(refused), WARN if refused else ""),
         ("restarts", f"{health.transport_restarts}+{health.sandbox_restarts}", ""),
+        *((("sharing", "stopped", WARN),) if health.not_sharing else ()),
     )

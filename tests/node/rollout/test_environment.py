@@ -27,6 +27,7 @@ from node.rollout.environment import (
 )
 from protocol.charter import canonical_json
 from protocol.errors import ConfigError
+from protocol.messages import EnvironmentSpec
 from protocol.prompts import is_held_out
 
 ROOT = Path(__file__).parents[3]
@@ -294,3 +295,102 @@ def test_own_environments_come_from_entry_points(monkeypatch: pytest.MonkeyPatch
     assert loaded == [{"width": 3}]
     with pytest.raises(ConfigError, match="'echo'"):
         open_environment("ecko", {})
+
+
+# --- where the answer stands -----------------------------------------------------------------------------
+
+SUM = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+
+
+@pytest.mark.parametrize("rule", ["last_number", "tags"])
+def test_the_question_tells_how_to_answer(rule: str) -> None:
+    plain = open_environment("reasoning_gym/chain_sum", SUM)
+    told = open_environment("reasoning_gym/chain_sum", SUM | {"answer": rule})
+    assert (told.name, told.evaluates_answers, told.reproducible) == (plain.name, False, True)
+    ours, theirs = told.prompt(3, 1), plain.prompt(3, 1)
+    assert ours.text.startswith(f"{theirs.text}\n")
+    assert "final answer" in ours.text.removeprefix(theirs.text)
+    assert (ours.entry, ours.seed, ours.index) == (theirs.entry, 3, 1)
+
+
+def test_whole_changes_nothing() -> None:
+    plain = open_environment("reasoning_gym/chain_sum", SUM)
+    whole = open_environment("reasoning_gym/chain_sum", SUM | {"answer": "whole"})
+    assert whole.prompt(3, 1) == plain.prompt(3, 1)
+    right = str(plain.prompt(3, 1).entry["answer"])
+    for text in (right, f"It is {right}."):
+        completion = Completion(text, finished=True)
+        assert whole.score(whole.prompt(3, 1), completion) == plain.score(plain.prompt(3, 1), completion)
+
+
+@pytest.mark.parametrize(
+    ("rule", "form"),
+    [
+        ("last_number", "99 and then {}."),
+        ("last_number", "1 + 1 = **{}**"),
+        ("tags", "<answer>99</answer> no, <answer> {} </answer>, not 99"),
+    ],
+)
+def test_only_the_answer_is_scored(rule: str, form: str) -> None:
+    environment = open_environment("reasoning_gym/chain_sum", SUM | {"answer": rule})
+    prompt = environment.prompt(3, 1)
+    right = int(prompt.entry["answer"])
+    assert environment.score(prompt, Completion(form.format(right), finished=True)).reward == 1.0
+    assert environment.score(prompt, Completion(form.format(right + 1), finished=True)).reward == 0.0
+    assert environment.score(prompt, Completion(form.format(right), finished=False)).reward == 0.0
+
+
+@pytest.mark.parametrize(("rule", "text"), [("last_number", "none"), ("tags", "7"), ("tags", "</answer>7")])
+def test_no_answer_is_not_scored(monkeypatch: pytest.MonkeyPatch, rule: str, text: str) -> None:
+    environment = open_environment("reasoning_gym/chain_sum", SUM | {"answer": rule})
+    monkeypatch.setattr(ReasoningGymEnvironment, "score", lambda *_: pytest.fail("scored"))
+    score = environment.score(environment.prompt(3, 1), Completion(text, finished=True))
+    assert score.reward == 0.0
+    assert dict(score.components)["finished"] == 1.0
+
+
+@pytest.mark.parametrize("value", ["last", "", 1, None, ["tags"], {"rule": "tags"}])
+def test_an_unknown_rule_is_refused(value: Any) -> None:
+    with pytest.raises(
+        ConfigError, match=r"reasoning_gym/chain_sum: answer = .* is unknown; it is one of 'whole'"
+    ):
+        open_environment("reasoning_gym/chain_sum", SUM | {"answer": value})
+
+
+def test_own_environments_are_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reserved key works for every environment, and none of them sees it."""
+    inner = SimpleNamespace(
+        name="echo",
+        evaluates_answers=True,
+        reproducible=False,
+        prompt=lambda seed, index: Prompt("echo", "Say it", seed, index, {}),
+    )
+    seen: list[dict[str, object]] = []
+    entry = SimpleNamespace(name="echo", load=lambda: lambda config: seen.append(config) or inner)
+    monkeypatch.setattr(metadata, "entry_points", lambda group: [entry])
+    environment = open_environment("echo", {"width": 3, "answer": "tags"})
+    assert seen == [{"width": 3}]
+    assert (environment.evaluates_answers, environment.reproducible) == (True, False)
+    assert environment.prompt(1, 2).text.startswith("Say it\nGive the final answer")
+
+
+@pytest.mark.slow
+def test_the_sandbox_scores_the_same_part_of_a_strangers_text() -> None:
+    from node.sandbox.scorer import ScoredGroup, Scorer
+
+    spec = EnvironmentSpec("reasoning_gym/chain_sum", canonical_json(SUM | {"answer": "last_number"}))
+    environment = open_environment(spec.name, json.loads(spec.config))
+    prompt = environment.prompt(3, 1)
+    right = int(prompt.entry["answer"])
+    texts = [
+        f"It is {right}.",
+        f"It is {right + 1}.",
+        "who knows",
+        f"{right}, that is {right + 1} - 1 = {right}",
+    ]
+    completions = [Completion(text, finished=True) for text in texts]
+    with Scorer([spec]) as sandbox:
+        outcome = sandbox.score(spec.name, 3, 1, completions)
+    assert isinstance(outcome, ScoredGroup)
+    assert list(outcome.scores) == [environment.score(prompt, completion) for completion in completions]
+    assert [score.reward for score in outcome.scores] == [1.0, 0.0, 0.0, 1.0]

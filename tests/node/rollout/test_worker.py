@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import msgspec
+import numpy as np
 import pytest
 
 from node.clock import VirtualClock, run_virtual
@@ -19,15 +20,16 @@ from node.rollout.engine.transformers import TransformersEngine
 from node.rollout.environment import Completion, Prompt
 from node.rollout.policy import Policy
 from node.rollout.prompts import AssignedPrompt, PromptFeed, Universe
+from node.rollout.reuse import ReuseBook
 from node.rollout.scoring import OwnScorer
 from node.rollout.worker import OwnGroup, RolloutWorker, completions_of, make_group, request_seed
 from node.sandbox.scorer import FailureReason, Scorer
 from node.share.publish import announce
 from node.state import MemoryWindows
-from node.supervise import StageGauge
+from node.supervise import StageGauge, sole_cause
 from protocol.charter import swarm_id
 from protocol.messages import FinishReason, Lineage, PromptRef, Rollout, RolloutGroup, Sampling
-from protocol.prompts import slots
+from protocol.prompts import slots, window_of
 from tests.node.toy import TASK, ToyEnvironment, ToySandbox, make_charter
 from tests.node.verify.world import identity, rollout
 
@@ -101,6 +103,11 @@ class Bench:
         room: int = 100,
         environment: Any = None,
         max_body_bytes: int = 100_000,
+        max_in_flight: int = 0,
+        token_budget: int = 0,
+        reuse: ReuseBook | None = None,
+        max_age_windows: float = 99,
+        generate_s: float = 0.5,
         **rules: Any,
     ) -> None:
         self.clock = VirtualClock()
@@ -108,7 +115,9 @@ class Bench:
         self.swarm_id = swarm_id(self.charter)
         environments = {TASK: environment or ToyEnvironment()}
         self.sandbox = ToySandbox()
-        self.admission = Admission(max_staleness, groups)
+        self.admission = Admission(max_staleness, groups, token_budget)
+        self.awake = asyncio.Event()
+        self.awake.set()
         self.events: list[Event] = []
         self.published: list[RolloutGroup] = []
         self.out: asyncio.Queue[OwnGroup] = asyncio.Queue(room)
@@ -134,14 +143,21 @@ class Bench:
             group_size=self.charter.group_size,
             groups_per_batch=groups,
             seed=0,
-            compute=InlineCompute({"generate": 0.5, "score": 0.1}),
+            compute=InlineCompute({"generate": generate_s, "score": 0.1}),
             clock=self.clock,
             bus=bus,
             gauge=self.gauge,
             out=self.out,
             publish=self.publish,
             max_body_bytes=max_body_bytes,
+            max_in_flight=max_in_flight,
+            reuse=reuse,
+            awake=self.awake,
+            too_old=lambda prompt: self.window() - prompt.window > max_age_windows,
         )
+
+    def window(self) -> int:
+        return window_of(self.charter, self.clock.now_ms())
 
     async def publish(self, group: RolloutGroup) -> None:
         self.published.append(group)
@@ -156,7 +172,7 @@ def bench(policy: Policy, engine: TransformersEngine) -> Callable[..., None]:
 
     def run(test: Callable[[Bench], Awaitable[None]], **options: Any) -> None:
         async def main() -> None:
-            made = Bench(policy, engine, **options)
+            made = Bench(policy, **{"engine": engine, **options})
             running = asyncio.create_task(made.worker.run())
             try:
                 await test(made)
@@ -221,10 +237,10 @@ def test_generation_stops_at_the_staleness_bound_and_goes_on_with_the_trainer(
         await asyncio.sleep(30)
         assert bench.out.qsize() == 4  # (0 + 1 + 1) * 2
         assert bench.gauge.status().waiting_for == "the trainer"
-        bench.admission.stepped(1)
+        bench.admission.used(2)
         await asyncio.sleep(30)
         assert bench.out.qsize() == 6
-        bench.admission.discarded(1)
+        bench.admission.used(1)
         await asyncio.sleep(30)
         assert bench.out.qsize() == 7
 
@@ -351,3 +367,228 @@ def test_a_group_that_must_not_be_sent_is_dropped_and_told_once(bench: Callable[
         assert all("this RolloutGroup must not be sent" in notice.text for notice in notices)
 
     bench(not_encodable, environment=Broken())
+
+
+# --- partial rollouts --------------------------------------------------------------------------------------
+
+
+def versions(group: RolloutGroup) -> set[int]:
+    return {int(each) for r in group.rollouts for each in np.frombuffer(r.versions, "<u4")}
+
+
+LONG = {"max_new_tokens": 60, "slots_per_window": 64, "pool_size": 64}
+"""The random policy ends a rollout anywhere up to there."""
+
+
+@pytest.mark.slow
+def test_partial_rollouts_are_the_same_groups_scored_queued_and_published(bench: Callable[..., None]) -> None:
+    made: list[dict[PromptRef, RolloutGroup]] = []
+
+    async def test(bench: Bench) -> None:
+        await asyncio.sleep(60)
+        own = [bench.out.get_nowait() for _ in range(8)]
+        assert bench.out.empty()
+        assert bench.published == [each.group for each in own]
+        assert len(bench.of(GroupJudged)) == 8
+        assert all(each.rewards == tuple(r.reward for r in each.group.rollouts) for each in own)
+        assert (bench.worker.in_flight, bench.gauge.status().waiting_for) == (0, "the trainer")
+        assert bench.worker.sampled == sum(len(r.token_ids) // 4 for g in bench.published for r in g.rollouts)
+        made.append({group.prompt: group for group in bench.published})
+
+    options = {"groups": 4, "max_staleness": 1, "window_ms": 600_000, **LONG}
+    bench(test, **options)
+    bench(test, max_in_flight=8, **options)
+    bench(test, max_in_flight=1000, **options)
+    one, *others = made
+    for other in others:
+        assert set(other) == set(one)
+        for prompt, group in one.items():
+            assert [ids(r) for r in other[prompt].rollouts] == [ids(r) for r in group.rollouts]
+
+
+@pytest.mark.slow
+def test_the_room_is_kept_full_while_admission_allows(bench: Callable[..., None], policy: Policy) -> None:
+    seen: list[tuple[int, int | None]] = []
+
+    class Watched(TransformersEngine):
+        def open(self, *, greedy: bool = False) -> Any:
+            generation = super().open(greedy=greedy)
+            wait = generation.wait
+
+            def watched(*, tokens: int | None = None) -> Any:
+                seen.append((generation.in_flight, tokens))
+                return wait(tokens=tokens)
+
+            generation.wait = watched  # type: ignore[method-assign]
+            return generation
+
+    async def test(bench: Bench) -> None:
+        for _ in range(40):
+            await asyncio.sleep(0.5)
+            while not bench.out.empty():
+                bench.out.get_nowait()
+                bench.admission.used(1)
+        assert len(bench.published) > 10
+        # a group of four begins while fewer than twelve rollouts are under way
+        assert {rollouts for rollouts, _ in seen} <= set(range(12, 16))
+        assert {tokens for _, tokens in seen} == {None}
+
+    bench(test, engine=Watched(policy), max_in_flight=12, groups=8, window_ms=600_000, **LONG)
+
+
+@pytest.mark.slow
+def test_long_rollouts_go_on_over_new_weights(bench: Callable[..., None], policy: Policy) -> None:
+    fresh = TransformersEngine(policy)
+    state = policy.load_model().state_dict()
+
+    async def test(bench: Bench) -> None:
+        for version in range(1, 30):
+            await asyncio.sleep(0.5)
+            fresh.update(state, version)
+            while not bench.out.empty():
+                bench.admission.used(1)
+                bench.out.get_nowait()
+        mixed = [group for group in bench.published if len(versions(group)) > 1]
+        assert mixed
+        assert all(group.policy_version == max(versions(group)) for group in bench.published)
+        newest = [group.policy_version for group in bench.published]
+        assert newest == sorted(newest)
+
+    bench(test, engine=fresh, max_in_flight=16, groups=4, generate_s=1.0, window_ms=600_000, **LONG)
+
+
+def test_a_full_queue_does_not_hold_up_generation(bench: Callable[..., None]) -> None:
+    async def test(bench: Bench) -> None:
+        await asyncio.sleep(60)
+        assert bench.out.qsize() == 1
+        assert bench.worker.in_flight == 0  # all that admission allows is complete
+        assert bench.admission.room() == 0
+
+    bench(test, max_in_flight=8, groups=4, room=1, window_ms=600_000, **LONG)
+
+
+def test_the_next_window_is_not_waited_for_while_rollouts_are_under_way(bench: Callable[..., None]) -> None:
+    async def test(bench: Bench) -> None:
+        await asyncio.sleep(20)
+        assert bench.out.qsize() == 3
+        assert bench.gauge.status().waiting_for == "the next window"
+        await asyncio.sleep(60)
+        assert [bench.out.get_nowait().group.prompt.window for _ in range(6)] == [0] * 3 + [1] * 3
+
+    options = LONG | {"slots_per_window": 3}
+    bench(test, max_in_flight=100, groups=9, generate_s=0.1, window_ms=60_000, **options)
+
+
+@pytest.mark.slow
+def test_spent_tokens_stop_generation_until_the_next_step(bench: Callable[..., None]) -> None:
+    async def test(bench: Bench) -> None:
+        await asyncio.sleep(60)
+        for _ in range(3):
+            before = bench.worker.sampled
+            assert bench.gauge.status().waiting_for == "the next version"
+            assert bench.admission.held.is_set()
+            complete = bench.admission.complete
+            assert 1 <= complete == bench.out.qsize()
+            assert bench.worker.in_flight > 0
+            for _ in range(complete):
+                bench.out.get_nowait()
+            bench.admission.used(complete)
+            await asyncio.sleep(60)
+            assert 1000 <= bench.worker.sampled - before < 1000 + 16 + 4  # whole steps of all rows
+
+    bench(test, max_in_flight=16, groups=32, token_budget=1000, window_ms=600_000, **LONG)
+
+
+def test_a_budget_too_small_for_one_group_goes_on_to_the_first(bench: Callable[..., None]) -> None:
+    async def test(bench: Bench) -> None:
+        await asyncio.sleep(60)
+        assert bench.out.qsize() == 1
+        assert bench.admission.held.is_set()
+        bench.out.get_nowait()
+        bench.admission.used(1)
+        await asyncio.sleep(60)
+        assert bench.out.qsize() == 1
+
+    bench(test, max_in_flight=8, groups=4, token_budget=1, window_ms=600_000, **LONG)
+
+
+@pytest.mark.parametrize("max_in_flight", [0, 8])
+def test_what_took_longer_than_peers_accept_is_trained_on_and_not_shared(
+    bench: Callable[..., None], max_in_flight: int
+) -> None:
+    async def test(bench: Bench) -> None:
+        await asyncio.sleep(30)
+        assert bench.out.qsize() == 2
+        assert bench.published == []
+        assert bench.worker.unshared == 2
+        (notice,) = bench.of(Notice)
+        assert "was not shared: it took longer than peers accept" in notice.text
+
+    bench(test, max_in_flight=max_in_flight, max_age_windows=1, generate_s=7.0, window_ms=2000)
+
+
+@pytest.mark.parametrize("max_in_flight", [0, 8])
+def test_nothing_is_begun_while_the_engine_sleeps(bench: Callable[..., None], max_in_flight: int) -> None:
+    async def test(bench: Bench) -> None:
+        bench.awake.clear()
+        await asyncio.sleep(9)
+        assert bench.worker.sampled == 0
+        bench.awake.set()
+        await asyncio.sleep(9)
+        assert bench.out.qsize() == 2
+
+    bench(test, max_in_flight=max_in_flight)
+
+
+@pytest.mark.parametrize("max_in_flight", [0, 8])
+def test_earlier_rollouts_of_a_prompt_are_reused(bench: Callable[..., None], max_in_flight: int) -> None:
+    """Same weights: with the exact rule every draft is kept whole, and costs no token."""
+    book = ReuseBook(1.0)
+
+    async def test(bench: Bench) -> None:
+        for _ in range(40):
+            await asyncio.sleep(2)
+            while not bench.out.empty():
+                bench.out.get_nowait()
+                bench.admission.used(1)
+        await asyncio.sleep(5)
+        groups = bench.published
+        first: dict[int, RolloutGroup] = {}
+        again = []
+        for group in groups:
+            known = first.setdefault(group.prompt.index, group)
+            if known is not group:
+                again.append(group)
+                assert [ids(r) for r in group.rollouts] == [ids(r) for r in known.rollouts]
+        assert len(again) >= 3
+        total = sum(len(r.token_ids) // 4 for group in groups for r in group.rollouts)
+        assert bench.worker.sampled == total - book.accepted
+        assert book.accepted == book.drafted > 0
+
+    bench(
+        test,
+        max_in_flight=max_in_flight,
+        reuse=book,
+        universe_size=6,
+        pool_size=4,
+        slots_per_window=4,
+        window_ms=10_000,
+    )
+
+
+def test_an_error_of_a_generation_ends_the_stage(policy: Policy) -> None:
+    class Broken(TransformersEngine):
+        def open(self, *, greedy: bool = False) -> Any:
+            generation = super().open(greedy=greedy)
+            generation.wait = self.fail  # type: ignore[method-assign]
+            return generation
+
+        def fail(self, *, tokens: int | None = None) -> Any:
+            raise RuntimeError("out of memory")
+
+    async def main() -> None:
+        with pytest.raises(ExceptionGroup) as raised:
+            await Bench(policy, Broken(policy), max_in_flight=8).worker.run()
+        assert str(sole_cause(raised.value)) == "out of memory"
+
+    run_virtual(main())

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors
 import safetensors.torch
 import torch
 
+from node.rollout.adapter import AdapterSpec
+from node.rollout.engine.base import GenerationRequest, TokenSequence
 from node.rollout.engine.transformers import TransformersEngine
 from node.rollout.policy import Policy
 from node.train.batch import TrainingBatch, collate
 from node.train.checkpoint import checkpoints_of, load_checkpoint, prune, read_state, resume, save_checkpoint
 from node.train.settings import TrainSettings
 from node.train.step import Trainer
-from protocol.errors import ModelError
+from protocol.errors import ConfigError, ModelError
+from protocol.messages import Sampling
 
 SETTINGS = TrainSettings()
 
@@ -55,6 +61,89 @@ def test_resume_is_byte_exact(policy: Policy, batch: TrainingBatch, tmp_path: Pa
     assert second.policy_version == first.policy_version == 7
 
 
+LORA = dataclasses.replace(SETTINGS, adapter=AdapterSpec(rank=4, alpha=8.0), learning_rate=1e-2)
+EIGHT_BITS = dataclasses.replace(SETTINGS, optimiser="adamw_8bit")
+needs_peft = pytest.mark.skipif(find_spec("peft") is None, reason="PEFT is not installed")
+needs_bitsandbytes = pytest.mark.skipif(
+    find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(LORA, marks=needs_peft, id="adapter"),
+        pytest.param(EIGHT_BITS, marks=needs_bitsandbytes, id="8 bits"),
+    ],
+)
+def test_other_ways_to_train_resume_byte_exactly_too(
+    policy: Policy, batch: TrainingBatch, tmp_path: Path, settings: TrainSettings
+) -> None:
+    first = Trainer(policy, settings)
+    for _ in range(2):
+        first.step(batch)
+    save_checkpoint(first, tmp_path / "v2")
+    for _ in range(2):
+        first.step(batch)
+    second = Trainer(policy, settings)
+    second.step(batch)  # its own state is replaced, not added to
+    load_checkpoint(second, tmp_path / "v2")
+    reports = [second.step(batch) for _ in range(2)]
+    assert (second.updates, reports[-1].policy_version) == (4, 4)
+    theirs = second.state_dict()
+    for name, tensor in first.state_dict().items():
+        assert tensor.numpy().tobytes() == theirs[name].numpy().tobytes()
+
+
+@pytest.mark.slow
+@needs_peft
+def test_others_load_an_adapter_merged_and_its_training_goes_on_undisturbed(
+    policy: Policy, batch: TrainingBatch, tmp_path: Path
+) -> None:
+    trainer, undisturbed = (_seeded(policy) for _ in range(2))
+    for _ in range(3):
+        trainer.step(batch)
+        undisturbed.step(batch)
+        save_checkpoint(trainer, tmp_path / "made")
+    for name, tensor in undisturbed.state_dict().items():
+        assert torch.equal(trainer.state_dict()[name], tensor)
+    sequences = [TokenSequence((2, 7, 9, 3), tuple(range(5, 25)))]
+    merged = TransformersEngine(Policy.open(tmp_path / "made"))
+    assert merged.logprobs(sequences)[0] == pytest.approx(trainer.logprobs(sequences)[0], abs=1e-4)
+    start = TransformersEngine(policy).logprobs(sequences)[0]
+    assert abs(merged.logprobs(sequences)[0] - start).max() > 1e-2
+    greedy = merged.generate([GenerationRequest((2, 7, 3), 1, 0, Sampling(max_new_tokens=12))], greedy=True)
+    ids = np.frombuffer(greedy[0][0].token_ids, "<u4").tolist()
+    with torch.no_grad():
+        logits = trainer.model(input_ids=torch.tensor([[2, 7, 3, *ids[:-1]]])).logits[0, 2:]
+    assert logits.argmax(-1).tolist() == ids
+
+
+def _seeded(policy: Policy) -> Trainer:
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        return Trainer(policy, LORA)
+
+
+@needs_peft
+@pytest.mark.slow
+def test_a_run_goes_on_only_as_it_was_trained(policy: Policy, tmp_path: Path) -> None:
+    save_checkpoint(Trainer(policy, LORA), tmp_path / "v0")
+    engine = TransformersEngine(policy)
+    with pytest.raises(
+        ConfigError, match=r"tuning = 'lora', lora_rank = 4, lora_alpha = 8, this run has tuning = 'full'"
+    ):
+        resume(Trainer(policy, SETTINGS), engine, tmp_path)
+    save_checkpoint(Trainer(policy, SETTINGS), tmp_path / "v0")
+    with pytest.raises(ConfigError, match=r"this run has tuning = 'lora', lora_rank = 4"):
+        resume(Trainer(policy, LORA), engine, tmp_path)
+    trainer = Trainer(policy, SETTINGS)
+    trainer.settings = EIGHT_BITS
+    with pytest.raises(ConfigError, match=r"train.optimiser = 'adamw', this run has 'adamw_8bit'"):
+        load_checkpoint(trainer, tmp_path / "v0")
+
+
 def test_others_can_load_it(policy: Policy, batch: TrainingBatch, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -67,6 +156,8 @@ def test_others_can_load_it(policy: Policy, batch: TrainingBatch, tmp_path: Path
     for name, tensor in trainer.state_dict().items():
         assert torch.equal(theirs[name], tensor)
     assert tokenizer.chat_template
+    index = json.loads((tmp_path / "made" / "model.safetensors.index.json").read_bytes())
+    assert index["weight_map"] == {name: "model.safetensors" for name, _ in trainer.model.named_parameters()}
     reopened = Policy.open(tmp_path / "made")
     assert reopened.tokenizer_digest == policy.tokenizer_digest
     assert reopened.base_model != policy.base_model

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from node.rollout.engine.base import Engine, GenerationRequest, TokenSequence
+from node.rollout.engine.base import Engine, Generation, GenerationRequest, TokenSequence
 from node.rollout.environment import Completion, Prompt
 from node.rollout.policy import Policy
 from node.train.evaluate import evaluate
@@ -23,6 +23,9 @@ class ScriptedEngine(Engine):
 
     def __init__(self) -> None:
         self.batches: list[int] = []
+
+    def open(self, *, greedy: bool = False) -> Generation:
+        raise NotImplementedError
 
     def generate(self, requests: Sequence[GenerationRequest], *, greedy: bool = False) -> list[list[Rollout]]:
         self.batches.append(len(requests))

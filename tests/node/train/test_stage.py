@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import random
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, cast
 
 import msgspec
@@ -109,7 +110,9 @@ class Bench:
         self.answered = AnsweredPrompts()
         self.active = False
         self.drawn = 0
-        self.discarded = 0
+        self.alone = 0
+        self.used: list[int] = []
+        self.held = asyncio.Event()
         self.calls: list[str] = []
         self.events: list[Event] = []
         self.finished = asyncio.Event()
@@ -142,7 +145,9 @@ class Bench:
             window=lambda: NOW,
             peers_active=lambda: self.active,
             drawn=self._drawn,
-            discarded=self._discarded,
+            used=self.used.append,
+            held=self.held,
+            alone=self._alone,
             broadcast=lambda version: self._call(f"broadcast {version}"),
             evaluate=lambda moment: self._call(f"evaluate {moment}"),
             save=lambda: self._call("save"),
@@ -157,8 +162,13 @@ class Bench:
     def _drawn(self) -> None:
         self.drawn += 1
 
-    def _discarded(self, groups: int) -> None:
-        self.discarded += groups
+    @contextlib.asynccontextmanager
+    async def _alone(self) -> AsyncIterator[None]:
+        self.alone += 1
+        batches = len(self.trainer.batches) if isinstance(self.trainer, ToyTrainer) else 0
+        yield
+        if isinstance(self.trainer, ToyTrainer):
+            assert len(self.trainer.batches) == batches + 1
 
     async def _call(self, what: str) -> None:
         self.calls.append(what)
@@ -313,6 +323,69 @@ def test_own_groups_are_waited_for_by_name(bench: Callable[..., None]) -> None:
         await running
         assert bench.step.wait_s == pytest.approx(10)
         assert bench.step.groups_local == 2
+
+    bench(test, local_groups=2)
+
+
+def test_a_step_takes_what_there_is_once_generation_holds(bench: Callable[..., None]) -> None:
+    async def test(bench: Bench) -> None:
+        loop = asyncio.get_running_loop()
+        loop.call_later(1, bench.make_own, 0.0, 1.0)
+        loop.call_later(2, bench.make_own, 1.0, 0.0)
+        loop.call_later(3, bench.held.set)
+        loop.call_later(9, bench.make_own, 1.0, 0.0)
+        await bench.stage.run()
+        assert bench.step.wait_s == pytest.approx(3)
+        assert bench.step.groups_local == 2
+        assert bench.used == [2]
+
+    bench(test, local_groups=4)
+
+
+def test_a_step_without_any_group_waits_for_one_also_when_generation_holds(
+    bench: Callable[..., None],
+) -> None:
+    async def test(bench: Bench) -> None:
+        bench.held.set()
+        asyncio.get_running_loop().call_later(5, bench.make_own, 0.0, 1.0)
+        await bench.stage.run()
+        assert (bench.step.wait_s, bench.step.groups_local) == (5, 1)
+
+    bench(test, local_groups=2)
+
+
+def test_groups_that_are_there_are_taken_before_a_hold_is_looked_at(bench: Callable[..., None]) -> None:
+    async def test(bench: Bench) -> None:
+        bench.held.set()
+        for _ in range(3):
+            bench.make_own(0.0, 1.0)
+        await bench.stage.run()
+        assert (bench.used, bench.own.qsize()) == ([2], 1)
+
+    bench(test, local_groups=2)
+
+
+def test_each_step_has_the_device_to_itself(bench: Callable[..., None]) -> None:
+    async def test(bench: Bench) -> None:
+        for _ in range(3):
+            bench.make_own(0.0, 1.0)
+        await bench.stage.run()
+        assert bench.alone == 3
+
+    bench(test, steps=3)
+
+
+def test_tokens_of_older_versions_are_counted(bench: Callable[..., None]) -> None:
+    async def test(bench: Bench) -> None:
+        bench.trainer.policy_version = 3
+        mixed = msgspec.structs.replace(
+            rollouts_of([1.0])[0], versions=np.array([1, 2, 3, 3], "<u4").tobytes()
+        )
+        bench.make_own(0.0, 1.0, rollouts=(*rollouts_of([0.0], version=3), mixed), policy_version=3)
+        bench.make_own(0.0, 1.0, rollouts=rollouts_of([0.0, 1.0], version=2), policy_version=2)
+        await bench.stage.run()
+        assert bench.step.off_policy_share == pytest.approx((2 + 8) / 16)
+        assert bench.step.partial_groups == 1
 
     bench(test, local_groups=2)
 
@@ -677,7 +750,7 @@ def test_a_step_that_is_not_finite_is_told_and_gives_its_room_back(bench: Callab
         assert notice.level == "warning"
         assert "left the weights untouched" in notice.text
         assert not any(call.startswith("broadcast") for call in bench.calls)
-        assert bench.discarded == 1
+        assert bench.used == [1]
 
     bench(test)
 

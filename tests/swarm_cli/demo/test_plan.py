@@ -60,6 +60,12 @@ def test_the_liar_is_a_node_of_another_role(tmp_path: Path) -> None:
     assert [node.config.name for node in made.honest] == ["wren"]
 
 
+def test_an_engine_is_chosen_for_honest_nodes_and_kept_small(tmp_path: Path) -> None:
+    made = plan(tmp_path, DemoOptions(nodes=1, engine="vllm", with_liar=True), **{"vllm.kv_cache_mib": "32"})
+    assert [node.config.rollout.engine for node in made.nodes] == ["vllm", "transformers"]
+    assert (made.nodes[0].config.vllm.kv_cache_mib, made.nodes[0].config.vllm.max_context) == (32, 128)
+
+
 def test_solo_nodes_train_alone(tmp_path: Path) -> None:
     for node in plan(tmp_path, DemoOptions(solo=True, solo_groups=8)).nodes:
         assert node.config.network.transport == "none"

@@ -9,9 +9,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from node.rollout.engine.base import Engine, GenerationRequest, TokenSequence
+from node.rollout.engine.base import Engine, Generation, TokenSequence
 from node.rollout.engine.parity import ParityError, ParityProbe, parity, probe_sequences
-from protocol.messages import Rollout
 
 SEQUENCES = (TokenSequence((1, 2), (3, 4)), TokenSequence((1,), (5,)))
 REFERENCE = [np.array([-1.0, -2.0], np.float32), np.array([-3.0], np.float32)]
@@ -32,7 +31,7 @@ class Fake(Engine):
     def policy_version(self) -> int:
         return 4
 
-    def generate(self, requests: Sequence[GenerationRequest], *, greedy: bool = False) -> list[list[Rollout]]:
+    def open(self, *, greedy: bool = False) -> Generation:
         raise NotImplementedError
 
     def logprobs(self, sequences: Sequence[TokenSequence]) -> list[NDArray[np.float32]]:

@@ -1,0 +1,135 @@
+"""New weights into the engine, the proof that it computes with them (D7), and who has the device.
+
+For: the last stage of a step. `broadcast` copies the trainer's weights into the running engine and probes it:
+log-probabilities of fixed tokens, the engine's against the trainer's. vLLM, which patches packed weights in
+another process, is probed at every version; the embedded engine, which copies tensors, as often as there are
+checkpoints (the probe takes 7 ms, a step of the demo 90). A failed probe loads everything anew and is told.
+When that does not help, the engine computes with weights that nobody meant, and `not_sharing` says so: the
+node shares nothing in either direction any more, and trains on alone, because its rollouts carry the
+log-probabilities of what really sampled them, which is what importance weights need. An engine whose numbers
+are not finite is of no use, and ends the node.
+
+`alone` gives a step the device: the engine sleeps meanwhile where both do not fit. Not for deltas to peers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from node.compute import Compute
+from node.rollout.engine.base import Engine, EngineError
+from node.rollout.engine.parity import ParityError, ParityProbe, parity, probe_sequences
+from node.rollout.policy import Policy
+from node.supervise import StageGauge
+from node.train.step import Trainer
+
+__all__ = ["EngineBroadcast"]
+
+PROBE_PROMPTS = 4
+PROBE_TOKENS = 24
+
+
+class EngineBroadcast:
+    """Keeps the engine at the trainer's weights. `prompts` gives real ones for the probe, and may block;
+    `probe_every` versions the embedded engine is probed; `notice(level, text)` tells the operator."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        engine: Engine,
+        policy: Policy,
+        *,
+        prompts: Callable[[], Sequence[str]],
+        tolerance: float,
+        probe_every: int,
+        sequential: bool,
+        compute: Compute,
+        gauge: StageGauge,
+        notice: Callable[[str, str], None],
+    ) -> None:
+        self._trainer = trainer
+        self._engine = engine
+        self._policy = policy
+        self._prompts = prompts
+        self._tolerance = tolerance
+        self._probe_every = 1 if engine.name == "vllm" else probe_every
+        self._sequential = sequential
+        self._compute = compute
+        self._gauge = gauge
+        self._notice = notice
+        self._probe: ParityProbe | None = None
+        self._taken: tuple[dict[str, Tensor], list[NDArray[np.float32]] | None] | None = None
+        """What the next broadcast sends, where it had to be taken beforehand."""
+        self.awake = asyncio.Event()
+        """Set while the engine may generate."""
+        self.awake.set()
+        self.not_sharing = ""
+        """Why this node must not share, once the engine has failed its probe for good."""
+
+    async def broadcast(self, policy_version: int) -> None:
+        """The trainer's weights, as this version. Raises EngineError when the engine cannot go on."""
+        with self._gauge.working():
+            try:
+                reloaded = await self._compute.run("train", self._update, policy_version)
+            except ParityError as error:
+                self.not_sharing = str(error)
+                self._notice("error", f"{error}, with all weights loaded anew; this node trains on alone")
+                return
+        if reloaded:
+            text = f"the engine failed its probe at version {policy_version} and passed it once loaded anew"
+            self._notice("warning", text)
+
+    @asynccontextmanager
+    async def alone(self) -> AsyncIterator[None]:
+        """The device without the engine, where they take turns."""
+        if not self._sequential:
+            yield
+            return
+        self.awake.clear()
+        try:
+            await self._compute.run("train", self._engine.sleep)
+            yield
+            # While the engine sleeps: both sets of weights may not fit side by side.
+            self._taken = await self._compute.run("train", self._take)
+        finally:
+            await self._compute.run("train", self._engine.wake)
+            self.awake.set()
+
+    def _update(self, policy_version: int) -> bool:
+        """Whether everything had to be loaded anew. Blocking. Raises ParityError for an engine that can at
+        least go on."""
+        (state, reference), self._taken = self._taken or self._take(), None
+        if self._probe is None or reference is None:
+            self._engine.update(state, policy_version)
+            return False
+        probe = self._probe
+        try:
+            _, reloaded = probe.update(self._engine, state, policy_version, reference)
+        except ParityError as error:
+            if math.isfinite(parity(self._engine, reference, probe.sequences)):
+                raise
+            raise EngineError(f"{error}, and not all is finite; load an earlier checkpoint") from error
+        return reloaded
+
+    def _take(self) -> tuple[dict[str, Tensor], list[NDArray[np.float32]] | None]:
+        """The trainer's weights, and its log-probabilities on the probe when this version is to be probed.
+        Blocking."""
+        state = self._trainer.state_dict()
+        if self.not_sharing or self._trainer.policy_version % self._probe_every:
+            return state, None
+        self._probe = self._probe or self._make_probe()
+        return state, self._trainer.logprobs(self._probe.sequences)
+
+    def _make_probe(self) -> ParityProbe:
+        policy = self._policy
+        prompts = [policy.encode_prompt(prompt) for prompt in self._prompts()[:PROBE_PROMPTS]]
+        room = policy.max_positions - max(len(prompt) for prompt in prompts)
+        sequences = probe_sequences(prompts, policy.vocab_size, min(PROBE_TOKENS, room))
+        return ParityProbe(tuple(sequences), self._tolerance)

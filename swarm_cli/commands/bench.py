@@ -1,0 +1,74 @@
+"""`swarm bench`: measurements that anybody can repeat, as one JSON object or a table.
+
+Each bench is a module of `swarm_cli/bench`, whose docstring says how it measures. Progress goes to stderr.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from swarm_cli.options import ConfigFiles, HomeOption, JsonOption, Settings, resolve
+from swarm_cli.output import err, out, write_json
+
+__all__ = ["app"]
+
+app = typer.Typer(no_args_is_help=True)
+
+
+@app.callback()
+def _bench() -> None:
+    """Measurements."""
+
+
+@app.command()
+def rollout(
+    config: ConfigFiles = None,
+    setting: Settings = None,
+    home: HomeOption = None,
+    model: Annotated[
+        str | None, typer.Option(help="Policy, in place of policy.path.", show_default=False)
+    ] = None,
+    engine: Annotated[str, typer.Option(metavar="[vllm|transformers]", help="What generates.")] = "vllm",
+    quick: Annotated[bool, typer.Option("--quick", help="Little work: only shows that it runs.")] = False,
+    json: JsonOption = False,
+) -> None:
+    """Tokens a second against bare vLLM, partial rollouts, weight updates, parity: about seven minutes.
+
+    Exit codes: 0 measured, 1 an engine failed, 2 wrong input, among it vLLM not installed.
+    """
+    settings = resolve(config, setting, home, policy__path=model, rollout__engine=engine)
+
+    from node.rollout.policy import Policy
+    from swarm_cli.bench.rollout import FULL, QUICK, bench_rollout
+
+    policy = Policy.open(settings.policy.folder(settings.home))
+    report = bench_rollout(settings, policy, QUICK if quick else FULL, _say)
+    if json:
+        write_json(report)
+    else:
+        out.print(_table(report))
+
+
+def _say(text: str) -> None:
+    err.print(text)
+
+
+def _table(report: dict[str, Any]) -> Table:
+    table = Table(show_header=False)
+    for name, value in report.items():
+        table.add_row(name, _cell(value))
+    return table
+
+
+def _cell(value: Any) -> str:
+    match value:
+        case None:
+            return "-"
+        case dict():
+            return ", ".join(f"{key} {_cell(each)}" for key, each in value.items())
+        case list():
+            return " ".join(map(_cell, value))
+    return str(value)

@@ -1,0 +1,176 @@
+"""The memory plan: numbers by hand, and which way to train is chosen where."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from node.budget import GIB, BudgetError, Machine, MemoryPlan, ModelFacts, Wishes, plan_memory
+from node.config import load_config
+from node.paths import bundled
+from node.rollout.policy import Policy
+from protocol.charter import found
+from protocol.errors import ConfigError
+from protocol.identity import Identity
+
+# The sizes of Qwen2.5.
+HALF = ModelFacts(494_032_768, 24, 896, 4864, 14, 2, 64, 151_936, 32_768)
+ONE_AND_A_HALF = ModelFacts(1_543_714_304, 28, 1536, 8960, 12, 2, 128, 151_936, 32_768)
+SEVEN = ModelFacts(7_615_616_512, 28, 3584, 18_944, 28, 4, 128, 152_064, 32_768)
+
+WISHES = Wishes(
+    tuning="auto",
+    optimiser="auto",
+    sharing="auto",
+    lora_rank=32,
+    micro_batch_tokens=16_384,
+    step_tokens=64 * 1280,
+    row_tokens=1280,
+    rollouts=32,
+    group_size=8,
+    engine="vllm",
+    engine_dtype="bfloat16",
+)
+
+
+def card(gib: float) -> Machine:
+    return Machine("cuda", f"a card of {gib:g} GiB", int(gib * GIB), int(gib * GIB))
+
+
+def way(plan: MemoryPlan) -> tuple[str, str, str]:
+    return plan.tuning, plan.optimiser, plan.sharing
+
+
+def sizes(plan: MemoryPlan, owner: str) -> dict[str, int]:
+    return {part.name: part.size_bytes for part in plan.parts if part.owner == owner}
+
+
+def test_by_hand() -> None:
+    plan = plan_memory(HALF, card(24), WISHES)
+    assert way(plan) == ("full", "adamw", "concurrent")
+    assert (plan.dtype, plan.recompute, plan.micro_batch_tokens) == ("float32", False, 1024)
+    params, tokens = 494_032_768, 1280  # 1024 is less than one rollout with its prompt
+    layer = 4 * (8 * 896 + 5 * 896 + 4 * 128 + 4 * 4864)
+    assert sizes(plan, "trainer") == {
+        "weights": 4 * params,
+        "start copy": 4 * params,
+        "moments": 8 * params,
+        "gradients": 4 * (params + 2 * 151_936 * 896),
+        "activations": tokens * 24 * layer,
+        "logits": tokens * 151_936 * 4 * 3,
+        "fixed": GIB // 2,
+    }
+    assert sizes(plan, "engine") == {
+        "weights": 2 * params,
+        "cache": 32 * 1280 * 2 * 24 * 128 * 2,
+        "logits": 1280 * 151_936 * 4 * 3,
+        "fixed": GIB,
+    }
+    assert plan.total_bytes == sum(part.size_bytes for part in plan.parts)
+    share = (2 * params + 32 * 1280 * 2 * 24 * 128 * 2 + GIB) / (24 * GIB)
+    assert plan.engine_share == pytest.approx(share, abs=1e-3)
+    assert plan.engine_share >= share
+
+
+@pytest.mark.parametrize(
+    ("facts", "gib", "expected"),
+    [
+        (HALF, 8, ("lora", "adamw", "sequential")),
+        (HALF, 16, ("full", "adamw", "sequential")),
+        (HALF, 18, ("full", "adamw_8bit", "concurrent")),
+        (HALF, 80, ("full", "adamw", "concurrent")),
+        (ONE_AND_A_HALF, 24, ("lora", "adamw", "concurrent")),
+        (ONE_AND_A_HALF, 80, ("full", "adamw", "concurrent")),
+        (SEVEN, 24, ("lora", "adamw", "sequential")),
+        (SEVEN, 80, ("lora", "adamw", "concurrent")),
+    ],
+)
+def test_the_best_way_that_fits(facts: ModelFacts, gib: int, expected: tuple[str, str, str]) -> None:
+    plan = plan_memory(facts, card(gib), WISHES)
+    assert way(plan) == expected
+    assert plan.total_bytes <= 0.9 * gib * GIB
+    assert plan.dtype == ("float32" if expected[0] == "full" else "bfloat16")
+
+
+def test_more_memory_is_spent_on_larger_passes() -> None:
+    tokens = [
+        plan_memory(HALF, card(gib), replace(WISHES, tuning="full")).micro_batch_tokens for gib in (40, 80)
+    ]
+    assert tokens == sorted(set(tokens))
+    odd = plan_memory(HALF, card(80), replace(WISHES, micro_batch_tokens=3000))
+    assert odd.micro_batch_tokens == 3000
+
+
+@pytest.mark.parametrize("facts", [SEVEN, ONE_AND_A_HALF])
+def test_what_cannot_fit_is_refused_with_the_table(facts: ModelFacts) -> None:
+    with pytest.raises(BudgetError) as caught:
+        plan_memory(facts, card(4), WISHES)
+    first, *table = str(caught.value).splitlines()
+    assert "may use 3.6; set policy.path to a smaller policy" in first
+    assert table[0].startswith("memory plan for a card of 4 GiB: lora tuning")
+    assert "weights" in table[1]
+    assert table[2].lstrip().startswith("engine")
+    assert isinstance(caught.value, ConfigError)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"sharing": "concurrent"}, "policy.sharing"),
+        ({"tuning": "full"}, "policy.tuning"),
+        ({"fixed_share": 0.9}, "vllm.gpu_memory_share"),
+    ],
+)
+def test_a_wish_in_the_way_is_named(changes: dict[str, object], key: str) -> None:
+    with pytest.raises(BudgetError, match=f"leave {key} at its default"):
+        plan_memory(SEVEN, card(24), replace(WISHES, **changes))
+
+
+def test_wishes_are_kept_where_they_fit() -> None:
+    wishes = replace(WISHES, tuning="lora", optimiser="adamw_8bit", sharing="sequential")
+    assert way(plan_memory(HALF, card(80), wishes)) == ("lora", "adamw_8bit", "sequential")
+    shared = plan_memory(HALF, card(80), replace(WISHES, fixed_share=0.4))
+    assert shared.engine_share == 0.4
+    assert sum(sizes(shared, "engine").values()) >= 0.4 * 80 * GIB
+
+
+def test_nothing_is_planned_that_is_not_installed() -> None:
+    bare = replace(card(16), has_bitsandbytes=False, has_peft=False)
+    with pytest.raises(BudgetError, match="pip install peft, with which it fits"):
+        plan_memory(ONE_AND_A_HALF, bare, WISHES)
+    with pytest.raises(BudgetError, match="pip install bitsandbytes, with which it fits"):
+        plan_memory(ONE_AND_A_HALF, replace(bare, free_bytes=32 * GIB), WISHES)
+    with pytest.raises(BudgetError, match="no policy is small enough"):
+        plan_memory(replace(HALF, params=1, layers=1, vocab=2), card(1), WISHES)
+    with pytest.raises(BudgetError, match=r"lower vllm\.kv_cache_mib, rollout\.max_in_flight"):
+        plan_memory(HALF, card(24), replace(WISHES, rollouts=4096))
+    assert plan_memory(HALF, replace(card(16), has_bitsandbytes=False), WISHES).optimiser == "adamw"
+
+
+def test_by_turns_on_a_cpu_everything_but_the_work_stays() -> None:
+    machine = Machine("cpu", "the CPU", 64 * GIB, 64 * GIB)
+    wishes = replace(WISHES, engine="transformers", engine_dtype="float32")
+    both, turns = (
+        plan_memory(HALF, machine, replace(wishes, sharing=sharing, micro_batch_tokens=1280))
+        for sharing in ("concurrent", "sequential")
+    )
+    engine = sizes(turns, "engine")
+    assert both.total_bytes - turns.total_bytes == engine["cache"] + engine["logits"]
+    assert (turns.engine_share, turns.dtype) == (0.0, "float32")
+
+
+def test_what_a_configuration_wishes(tiny_policy_path: Path) -> None:
+    facts = ModelFacts.of(Policy.open(tiny_policy_path))
+    assert (facts.params, facts.layers, facts.hidden, facts.kv_width) == (20_064, 2, 32, 16)
+    charter = found(Identity.generate(), bundled("demo-charter.toml").read_text(encoding="utf-8"), 0)
+    config = load_config([], {"rollout.engine": "vllm", "vllm.max_concurrent": 20, "vllm.kv_cache_mib": 64})
+    wishes = Wishes.of(config, charter, facts, "cpu")
+    assert wishes.row_tokens == 128  # the policy has no more positions
+    assert wishes.rollouts == 20
+    assert wishes.step_tokens == (4 + 4) * 8 * 128
+    assert (wishes.fixed_cache_bytes, wishes.fixed_share) == (64 * 2**20, 0.0)
+    alone = load_config([], {"network.transport": "none", "rollout.max_in_flight": 48})
+    wishes = Wishes.of(alone, charter, facts, "cpu")
+    assert (wishes.rollouts, wishes.step_tokens, wishes.fixed_cache_bytes) == (48, 4 * 8 * 128, 0)
