@@ -18,10 +18,11 @@ PatchTransferEngine = pytest.importorskip(
 SHAPES = {"q": (4, 6), "k": (2, 6), "down": (6, 8), "scalar": (1,)}
 
 
-class Model:
+class Model(torch.nn.Module):
     """The second of two shards: fused q and k, the right half of `down`'s columns."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.qk = torch.zeros(3, 6)
         self.down = torch.zeros(6, 4)
         self.scalar = torch.zeros(1)

@@ -157,6 +157,8 @@ class VllmProcess:
         self.on_cpu = current_platform.is_cpu()
         if self.on_cpu:
             os.environ.update(CPU_ENVIRONMENT)
+            # As many threads as cores collapse, to a third or less, as soon as anything else computes.
+            os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) - 1)))
         arguments = self._arguments(on_cpu=self.on_cpu)
         try:
             config = AsyncEngineArgs(

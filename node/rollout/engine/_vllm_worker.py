@@ -10,6 +10,7 @@ that it builds upon; on any doubt it is refused, and the sender sends everything
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +24,8 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+
+from node.rollout.engine._vllm_linear import PackedLinear
 
 __all__ = ["PatchInit", "PatchTransferEngine", "PatchUpdate"]
 
@@ -54,6 +57,43 @@ class _Region:
     strides: tuple[int, ...]
     whole: bool
     """The part is all of the tensor and lies contiguously: flat positions are the same on both sides."""
+    packed: tuple[PackedLinear, ...]
+    """Layers that compute with a packed copy of the weight that `target` is a view of."""
+
+    def write(self, start: int, positions: Tensor | None, values: Tensor) -> None:
+        """New values at flat positions of the checkpoint tensor, or as a run from `start`; those outside of
+        the part are left out."""
+        plain = all(layer.keeps for layer in self.packed)
+        if self.whole and positions is None:
+            if plain:
+                self.target.view(-1)[start : start + values.numel()].copy_(values)
+            for layer in self.packed:
+                layer.write_run(start + self.target.storage_offset(), values)
+            return
+        if positions is None:
+            positions = torch.arange(start, start + values.numel(), device=values.device)
+        if self.whole:
+            places = positions + self.target.storage_offset()
+        else:
+            places, values = self._inside(positions, values)
+        if plain:
+            count = self.target.untyped_storage().nbytes() // self.target.element_size()
+            memory = self.target.as_strided((count,), (1,), 0)
+            memory.index_copy_(0, places, values.to(memory.dtype))
+        for layer in self.packed:
+            layer.write(places, values)
+
+    def _inside(self, positions: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the given positions those that lie in the part, as places in the target's storage."""
+        rest = positions - self.offset
+        inside = rest >= 0
+        places = torch.full_like(positions, self.target.storage_offset())
+        for size, stride, step in zip(self.target.shape, self.strides, self.target.stride(), strict=True):
+            coordinate = torch.div(rest, stride, rounding_mode="floor")
+            inside &= coordinate < size
+            places += coordinate * step
+            rest = rest - coordinate * stride
+        return places[inside], values[inside]
 
 
 class PatchTransferEngine(WeightTransferEngine[PatchInit, PatchUpdate]):
@@ -117,16 +157,7 @@ class PatchTransferEngine(WeightTransferEngine[PatchInit, PatchUpdate]):
         elif start < 0 or start + values.numel() > numel:
             raise ValueError(f"{name}: a run of {values.numel()} values from {start} exceeds shape {shape}")
         for region in self._regions_of(name, shape, dtype):
-            if region.whole:
-                flat = region.target.view(-1)
-                if positions is None:
-                    flat[start : start + values.numel()].copy_(values)
-                else:
-                    flat.index_copy_(0, positions, values.to(flat.dtype))
-            else:
-                if positions is None:
-                    positions = torch.arange(start, start + values.numel(), device=self.device)
-                _scatter(region, positions, values)
+            region.write(start, positions, values)
 
     def _regions_of(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> list[_Region]:
         regions = self._regions.get(name)
@@ -148,8 +179,20 @@ class PatchTransferEngine(WeightTransferEngine[PatchInit, PatchUpdate]):
             if target.shape != source.shape or list(source.stride()) != sorted(source.stride(), reverse=True):
                 raise ValueError(f"{name} is loaded as {tuple(source.shape)} into {tuple(target.shape)}")
             whole = source.numel() == probe.numel() and source.is_contiguous() and target.is_contiguous()
-            regions.append(_Region(target.detach(), source.storage_offset(), source.stride(), whole))
+            packed = self._packed_copies.get(target.untyped_storage().data_ptr(), ())
+            regions.append(_Region(target.detach(), source.storage_offset(), source.stride(), whole, packed))
         return regions
+
+    @functools.cached_property
+    def _packed_copies(self) -> dict[int, tuple[PackedLinear, ...]]:
+        """Layers that compute with a packed weight, by the address of the weight."""
+        found: dict[int, tuple[PackedLinear, ...]] = {}
+        for module in self.model.modules():
+            layer = getattr(module, "cpu_linear", None)
+            if isinstance(layer, PackedLinear):
+                address = module.weight.untyped_storage().data_ptr()
+                found[address] = (*found.get(address, ()), layer)
+        return found
 
 
 @contextmanager
@@ -166,17 +209,3 @@ def _noted_copies() -> Iterator[list[tuple[Tensor, Tensor]]]:
         yield copies
     finally:
         torch.Tensor.copy_ = original  # type: ignore[method-assign]
-
-
-def _scatter(region: _Region, positions: Tensor, values: Tensor) -> None:
-    """Of the given flat positions of the checkpoint tensor those that lie in the region."""
-    rest = positions - region.offset
-    inside = rest >= 0
-    coordinates = []
-    for size, stride in zip(region.target.shape, region.strides, strict=True):
-        place = torch.div(rest, stride, rounding_mode="floor")
-        inside &= place < size
-        coordinates.append(place)
-        rest = rest - place * stride
-    kept = tuple(place[inside] for place in coordinates)
-    region.target[kept] = values[inside].to(region.target.dtype)
