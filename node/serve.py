@@ -183,6 +183,7 @@ class _Server:
                 )
             )
             self._open.set()
+            door.listen()  # from now on a client waits instead of being refused
             self._notice("info", f"{self._title()} answers at {_url(door)}/v1; Ctrl-C ends it")
             work = [asyncio.ensure_future(self._http.serve(sockets=[door]))]
             if self._follows:
