@@ -34,9 +34,6 @@ from protocol.errors import ModelError
 
 __all__ = ["KNOWN_MODELS", "KnownModel", "ModelReport", "get_model"]
 
-DEADLINE_S = 3600.0
-"""For a download. 93 MB need 220 kbit/s, a model of 5 GB 11 Mbit/s."""
-
 SUMS = "SHA256SUMS"
 _ORIGIN = "# from "
 _HUB_FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "LICENSE*", "NOTICE*")
@@ -112,7 +109,7 @@ Notice = Callable[[str], None]
 
 
 def get_model(
-    what: str, home: Home, notice: Notice, *, name: str | None = None, deadline_s: float = DEADLINE_S
+    what: str, home: Home, notice: Notice, *, deadline_s: float, name: str | None = None
 ) -> ModelReport:
     """Have `what` (a known name, a folder, or `org/name` of the hub) under `<home>/models/`; fetches nothing
     that is there. Raises ModelError."""

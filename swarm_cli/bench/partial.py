@@ -3,10 +3,11 @@
 For: the two loops that are compared, at the interface of `Generation`. Synchronous: a batch is generated to
 its end, then the weights are updated, then comes the next batch; towards its end few rollouts keep the engine
 busy. Partial: a constant number is in flight, each that ends makes room for the next one, and the weights are
-updated whenever a step's worth of groups is complete, over rollouts under way. Both update after the same
-number of groups and are given the same groups in the same order. Partial rollouts are measured in their
-steady state: the clock starts with the first update, when rollouts of every age are under way, and a
-synchronous run has no such beginning. Not for: real training, whose rewards and steps are left out.
+updated whenever a step's worth of groups is complete, over rollouts under way and, as in a node, beside the
+loop that refills them. Both update after the same number of groups and are given the same groups in the same
+order. Partial rollouts are measured in their steady state: the clock starts with the first update, when
+rollouts of every age are under way, and a synchronous run has no such beginning. Not for: real training,
+whose rewards and steps are left out.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from itertools import islice
 from node.rollout.engine.base import Engine
 from swarm_cli.bench.workload import Group, rollout
 
-__all__ = ["Run", "partial", "synchronous"]
+__all__ = ["Run", "Update", "partial", "synchronous"]
 
 Clock = Callable[[], float]
+Update = Callable[[], Callable[[], object]]
+"""Begins to give the engine new weights; what it returns waits until it has them."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ def synchronous(
     *,
     groups_per_step: int,
     steps: int,
-    update: Callable[[], None],
+    update: Update,
     clock: Clock = time.perf_counter,
 ) -> Run:
     """`steps` batches, each to its end, each followed by an update."""
@@ -54,7 +57,7 @@ def synchronous(
         batch = list(islice(stream, groups_per_step))
         engine.generate([request for group in batch for request in group.requests()])
         tokens += sum(sum(group.lengths) for group in batch)
-        update()
+        update()()
     return Run(tokens, clock() - began_s, steps)
 
 
@@ -65,7 +68,7 @@ def partial(
     groups_per_step: int,
     in_flight: int,
     tokens: int,
-    update: Callable[[], None],
+    update: Update,
     clock: Clock = time.perf_counter,
 ) -> Run:
     """Until `tokens` were finished after the first update, with `in_flight` rollouts at all times."""
@@ -75,6 +78,7 @@ def partial(
     unfinished: dict[int, int] = {}
     complete, finished, updates = 0, 0, 0
     began_s: float | None = None
+    arrived: Callable[[], object] = int
     generation = engine.open()
     try:
         while began_s is None or finished < tokens:
@@ -91,13 +95,15 @@ def partial(
             if complete < groups_per_step:
                 continue
             complete -= groups_per_step
-            update()
+            arrived()
+            arrived = update()
             updates += 1
             if began_s is None:
                 began_s, finished, updates = clock(), 0, 0
         return Run(finished, clock() - began_s, updates)
     finally:
         generation.close()
+        arrived()
 
 
 def _rollouts(groups: Iterable[Group]) -> Iterator[tuple[int, Group, int]]:

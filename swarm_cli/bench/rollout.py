@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
 from statistics import median
@@ -43,10 +44,9 @@ from swarm_cli.bench.workload import Group, LongTail, groups, prompt, rollout
 
 __all__ = ["FULL", "QUICK", "Size", "bench_rollout"]
 
-InFlight = Literal["continue", "recompute", "recycle"]
 GPU_SHARE = 0.4
 """Of a GPU's memory for each of the two that stand side by side, unless the configuration says."""
-OTHERS: tuple[InFlight, ...] = ("recompute", "recycle")
+WAYS: tuple[Literal["continue", "recompute", "recycle"], ...] = ("continue", "recompute", "recycle")
 
 
 @dataclass(frozen=True)
@@ -71,13 +71,17 @@ QUICK = Size(pairs=2, concurrency=8, group_size=2, tokens=16, tail=LongTail(medi
 
 @dataclass
 class _Updates:
-    """Gives an engine new weights and notes how long it stood still."""
+    """Gives an engine new weights, on a thread, and notes how long it stood still."""
 
     engine: Engine
     weights: Weights
+    lane: ThreadPoolExecutor
     stalls_s: list[float] = field(default_factory=list)
 
-    def __call__(self) -> None:
+    def __call__(self) -> Callable[[], None]:
+        return self.lane.submit(self._update).result
+
+    def _update(self) -> None:
         began_s = time.perf_counter()
         self.weights.update(self.engine)
         took_s = time.perf_counter() - began_s
@@ -95,7 +99,7 @@ def bench_rollout(config: NodeConfig, policy: Policy, size: Size, say: Say) -> d
     results = {"engine": config.rollout.engine, "model": str(policy.path), "dtype": settings.vllm.dtype}
     bare = _open_bare(settings, policy, say)
     try:
-        engine = _open(settings, policy, "continue", say)
+        engine = _open(settings, policy, say)
         try:
             results |= _speed(engine, bare, policy, size, say)
             if bare is not None:
@@ -103,17 +107,12 @@ def bench_rollout(config: NodeConfig, policy: Policy, size: Size, say: Say) -> d
             results |= _partial(engine, weights, policy, size, say)
             say("comparing log-probabilities with transformers")
             results |= {"parity_max_abs": weights.parity(engine), "update_moves": weights.moved()}
-            costs_s = {"continue": _lost_s(engine, weights, policy, size, say)}
+            costs_s: dict[str, float] = {}
+            for engine.in_flight in WAYS:
+                costs_s[engine.in_flight] = _lost_s(engine, weights, policy, size, say)
+            results["in_flight_cost_s"] = costs_s
         finally:
             engine.close()
-        for in_flight in OTHERS:
-            engine = _open(settings, policy, in_flight, say)
-            try:
-                weights.update(engine)  # the first one is whole
-                costs_s[in_flight] = _lost_s(engine, weights, policy, size, say)
-            finally:
-                engine.close()
-        results["in_flight_cost_s"] = costs_s
     finally:
         if bare is not None:
             bare.close()
@@ -156,9 +155,16 @@ def _speed(engine: Engine, bare: BareVllm | None, policy: Policy, size: Size, sa
 
 
 def _partial(engine: Engine, weights: Weights, policy: Policy, size: Size, say: Say) -> dict[str, Any]:
+    with ThreadPoolExecutor(1, thread_name_prefix="bench-update") as lane:
+        between, within = (_Updates(engine, weights, lane) for _ in range(2))
+        between()()  # the first one is whole
+        return _compare(engine, policy, size, between, within, say)
+
+
+def _compare(
+    engine: Engine, policy: Policy, size: Size, between: _Updates, within: _Updates, say: Say
+) -> dict[str, Any]:
     per_step = size.concurrency // size.group_size
-    between, within = _Updates(engine, weights), _Updates(engine, weights)
-    between()  # the first one is whole
     shares: list[float] = []
 
     def work(pair: int) -> Iterator[Group]:
@@ -218,16 +224,13 @@ def _open_bare(config: NodeConfig, policy: Policy, say: Say) -> BareVllm | None:
     return BareVllm(policy.path, config.vllm, max_model_len=context)
 
 
-def _open(config: NodeConfig, policy: Policy, in_flight: InFlight, say: Say) -> Engine:
-    say(f"starting the {config.rollout.engine} engine (rollouts under way: {in_flight})")
+def _open(config: NodeConfig, policy: Policy, say: Say) -> VllmEngine | TransformersEngine:
+    say(f"starting the {config.rollout.engine} engine")
     if config.rollout.engine == "vllm":
         return VllmEngine(
             policy,
             config.vllm,
-            in_flight=in_flight,
             seed=config.seed,
             notice=lambda level, text: say(f"{level}: {text}"),
         )
-    return TransformersEngine(
-        policy, device=device_of(config), in_flight=in_flight, max_rows=config.vllm.max_concurrent
-    )
+    return TransformersEngine(policy, device=device_of(config), max_rows=config.vllm.max_concurrent)

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from swarm_cli.commands.model import fetch_missing
 from swarm_cli.options import ConfigFiles, HomeOption, JsonOption, Settings, resolve
 from swarm_cli.output import err, out, write_json
 
@@ -28,9 +29,7 @@ def rollout(
     config: ConfigFiles = None,
     setting: Settings = None,
     home: HomeOption = None,
-    model: Annotated[
-        str | None, typer.Option(help="Policy, in place of policy.path.", show_default=False)
-    ] = None,
+    model: Annotated[str, typer.Option(help="Policy, looked up like policy.path.")] = "smollm2-135m",
     engine: Annotated[str, typer.Option(metavar="[vllm|transformers]", help="What generates.")] = "vllm",
     quick: Annotated[bool, typer.Option("--quick", help="Little work: only shows that it runs.")] = False,
     json: JsonOption = False,
@@ -40,6 +39,7 @@ def rollout(
     Exit codes: 0 measured, 1 an engine failed, 2 wrong input, among it vLLM not installed.
     """
     settings = resolve(config, setting, home, policy__path=model, rollout__engine=engine)
+    fetch_missing(settings)
 
     from node.rollout.policy import Policy
     from swarm_cli.bench.rollout import FULL, QUICK, bench_rollout

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from protocol.errors import ConfigError
+from swarm_cli.commands.model import fetch_missing
 from swarm_cli.commands.run import NameOption, StepsOption, run_here
 from swarm_cli.options import ConfigFiles, HomeOption, JsonOption, Settings, resolve
 from swarm_cli.output import err
@@ -34,6 +35,7 @@ def join(
     from protocol.charter import swarm_id
 
     peer_id_of(address)
+    fetch_missing(resolved)
     err.print(f"asking {address} for its charter")
     charter = fetch_charter_from(address, resolved)
     access = f"closed, {len(charter.members)} members" if charter.members else "open to everybody"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.progress import (
@@ -26,7 +26,14 @@ from protocol.errors import ConfigError
 from swarm_cli.options import HomeOption, JsonOption, resolve
 from swarm_cli.output import err, out, write_json
 
-__all__ = ["app"]
+if TYPE_CHECKING:
+    from node.config import NodeConfig
+    from node.models import ModelReport
+
+__all__ = ["app", "fetch_missing"]
+
+DOWNLOAD_S = 3600.0
+"""93 MB need 220 kbit/s, a model of 5 GB 11 Mbit/s."""
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -47,7 +54,7 @@ def get_command(
     home: HomeOption = None,
     deadline_s: Annotated[
         float, typer.Option("--deadline", min=1, help="Seconds that a download may take.")
-    ] = 3600.0,
+    ] = DOWNLOAD_S,
     json: JsonOption = False,
 ) -> None:
     """Fetch a model, check it, and keep it in the home; `policy.path = NAME` then finds it.
@@ -58,10 +65,33 @@ def get_command(
 
     Exit codes: 0 there, 2 it cannot be had or is refused.
     """
+    report = _get(what, resolve(None, None, home).home, name=name, deadline_s=deadline_s)
+    if json:
+        write_json(report)
+    else:
+        size = f"{report.params:,} parameters, {report.bytes / 1e6:.1f} MB"
+        out.print(f"{report.path}: {size}", soft_wrap=True)
+        err.print(f"train it with policy.path = {report.name!r}")
+
+
+def fetch_missing(config: NodeConfig) -> None:
+    """Get the configured policy when it is one whose bytes are pinned here and it is not on this machine.
+    Raises ConfigError, ModelError."""
+    from node.models import KNOWN_MODELS
+
+    try:
+        config.policy.folder(config.home)
+    except ConfigError:
+        if config.policy.path not in KNOWN_MODELS:
+            raise
+        err.print(f"{config.policy.path} is not on this machine yet")
+        _get(config.policy.path, config.home)
+
+
+def _get(what: str, home: Path, *, name: str | None = None, deadline_s: float = DOWNLOAD_S) -> ModelReport:
     from node.models import get_model
     from node.paths import Home
 
-    place = Home(resolve(None, None, home).home)
     with Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -76,13 +106,7 @@ def get_command(
             if bar.disable:
                 err.print(text)
 
-        report = get_model(what, place, notice, name=name, deadline_s=deadline_s)
-    if json:
-        write_json(report)
-    else:
-        size = f"{report.params:,} parameters, {report.bytes / 1e6:.1f} MB"
-        out.print(f"{report.path}: {size}", soft_wrap=True)
-        err.print(f"train it with policy.path = {report.name!r}")
+        return get_model(what, Home(home), notice, name=name, deadline_s=deadline_s)
 
 
 @app.command("make-tiny")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from swarm_cli.commands.model import fetch_missing
 from swarm_cli.options import ConfigFiles, HomeOption, JsonOption, Settings, resolve
 from swarm_cli.output import err, write_json
 
@@ -36,6 +37,7 @@ def run(
     if dry_run:
         write_json(resolved.model_dump(mode="json"), indent=2)
         return
+    fetch_missing(resolved)
     run_here(resolved, json=json)
 
 

@@ -31,7 +31,7 @@ def home(tmp_path: Path) -> Home:
 @pytest.fixture
 def get(home: Home) -> Callable[..., models.ModelReport]:
     def call(what: str | Path, **options: Any) -> models.ModelReport:
-        return get_model(str(what), home, lambda _: None, **options)
+        return get_model(str(what), home, lambda _: None, **{"deadline_s": 60.0, **options})
 
     return call
 

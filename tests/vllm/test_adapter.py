@@ -93,7 +93,7 @@ def test_rollouts_under_way_when_an_adapter_comes(
     in_flight: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(engine, "_in_flight", in_flight)
+    monkeypatch.setattr(engine, "in_flight", in_flight)
     oracles = [TransformersEngine(policy, adapter=SPEC) for _ in states]
     for oracle, state in zip(oracles, states, strict=True):
         oracle.update(state, 0)

@@ -225,7 +225,7 @@ def test_versions_of_rollouts_under_way(
 ) -> None:
     """Two sets of weights take turns while rollouts run; each token is checked against the weights that its
     version had."""
-    monkeypatch.setattr(engine, "_in_flight", in_flight)
+    monkeypatch.setattr(engine, "in_flight", in_flight)
     sets = [disturbed(state, 0.05, seed=21), disturbed(state, 0.05, share=0.2, seed=22)]
     oracles = [TransformersEngine(policy), TransformersEngine(policy)]
     for oracle, weights in zip(oracles, sets, strict=True):

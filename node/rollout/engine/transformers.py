@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Literal
 
 import numpy as np
 import torch
@@ -42,7 +43,7 @@ class TransformersEngine(Engine):
         device: str | torch.device = "cpu",
         dtype: str = "float32",
         policy_version: int = 0,
-        in_flight: str = "continue",
+        in_flight: Literal["continue", "recompute", "recycle"] = "continue",
         adapter: AdapterSpec | None = None,
         max_rows: int = 256,
         max_batch_tokens: int = 16_384,
@@ -60,7 +61,8 @@ class TransformersEngine(Engine):
         """What `update` copies into."""
         self._known_names = frozenset(self._model.state_dict() if adapter is None else self._weights)
         self._version = policy_version
-        self._in_flight = in_flight
+        self.in_flight = in_flight
+        """May be changed before a generation is opened."""
         self._max_rows = max_rows
         self._max_batch_tokens = max_batch_tokens
         self._turns = threading.Condition()
@@ -82,7 +84,7 @@ class TransformersEngine(Engine):
             self._policy,
             self._next_logits,
             device=self._device,
-            exact=self._in_flight != "continue",
+            exact=self.in_flight != "continue",
             max_rows=self._max_rows,
             max_batch_tokens=self._max_batch_tokens,
             greedy=greedy,

@@ -46,6 +46,8 @@ BACKOFF_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 """Waits before the first, second ... start in a row; a success in between begins again at the first."""
 MAX_TEMPERATURE = 2.0
 """vLLM's own limit."""
+CPU_BLOCK = 32
+"""Tokens in a block of a CPU's cache. vLLM's default, 128, never caches the short prompt of a group."""
 GPU_MEMORY_SHARE = 0.4
 """Where nobody planned."""
 
@@ -77,7 +79,8 @@ class VllmEngine(Engine):
         """Size of the last update as sent."""
         self._policy = policy
         self._settings = settings
-        self._in_flight = in_flight
+        self.in_flight = in_flight
+        """May be changed between updates."""
         self._adapter = adapter
         self._sleeps = sleeps
         self._seed = seed
@@ -170,7 +173,7 @@ class VllmEngine(Engine):
         too, the process has weights that nobody knows, and ends."""
         began_s = time.monotonic()
         await life.wake(weights_only=True)
-        await life.halt(stop=self._in_flight == "recycle", recompute=self._in_flight == "recompute")
+        await life.halt(stop=self.in_flight == "recycle", recompute=self.in_flight == "recompute")
         try:
             try:
                 await life.patch(patches, policy_version, self.dtype, whole=not self._mirror.known)
@@ -207,7 +210,7 @@ class VllmEngine(Engine):
         await life.wake(weights_only=True)
         await life.adapt(adapter)
         self._version = adapter.policy_version
-        if self._in_flight != "continue":
+        if self.in_flight != "continue":
             await life.stop(list(life.legs.values()))
         await life.drop_adapters()
         self.update_stall_s = time.monotonic() - began_s
@@ -335,7 +338,11 @@ class VllmEngine(Engine):
         """For vLLM's AsyncEngineArgs. Raises ConfigError for settings that do not go together."""
         settings = self._settings
         own: dict[str, Any] = (
-            {"enforce_eager": True, "kv_cache_memory_bytes": settings.kv_cache_mib * 2**20}
+            {
+                "enforce_eager": True,
+                "kv_cache_memory_bytes": settings.kv_cache_mib * 2**20,
+                "block_size": CPU_BLOCK,
+            }
             if on_cpu
             else {
                 "gpu_memory_utilization": settings.gpu_memory_share or GPU_MEMORY_SHARE,

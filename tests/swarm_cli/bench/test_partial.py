@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
@@ -31,6 +31,8 @@ class FakeEngine(Engine):
         """Rollouts in flight in each pass."""
         self.closed = 0
         self.running = 0
+        self.arrived = 0
+        """Updates that were waited for."""
 
     policy_version = 0  # type: ignore[assignment]
 
@@ -40,7 +42,14 @@ class FakeEngine(Engine):
     def update(self, *_: Any) -> None:
         self.updates.append(self.running)
 
-    logprobs = pause = resume = close = update  # type: ignore[assignment]
+    def begin_update(self) -> Callable[[], None]:
+        self.update()
+        return self.resume
+
+    def resume(self) -> None:
+        self.arrived += 1
+
+    logprobs = pause = close = update  # type: ignore[assignment]
 
     def clock(self) -> float:
         return self.now_s
@@ -92,7 +101,7 @@ def test_synchronous_waits_for_the_longest(engine: FakeEngine) -> None:
         workload((1, 2), (3, 10), (2, 2), (2, 2)),
         groups_per_step=2,
         steps=2,
-        update=engine.update,
+        update=engine.begin_update,
         clock=engine.clock,
     )
     assert run.tokens == 16 + 8
@@ -109,7 +118,7 @@ def test_partial_keeps_the_number_in_flight_and_updates_by_groups(engine: FakeEn
         groups_per_step=2,
         in_flight=4,
         tokens=48,
-        update=engine.update,
+        update=engine.begin_update,
         clock=engine.clock,
     )
     assert set(engine.widths) == {4}
@@ -119,7 +128,7 @@ def test_partial_keeps_the_number_in_flight_and_updates_by_groups(engine: FakeEn
     assert 48 <= run.tokens < 48 + 40
     # Steady state: what is finished is what is sampled, but for rollouts that the borders cut.
     assert run.tokens_per_s == pytest.approx(4 / (PASS_S + 4 * ROW_S), rel=0.25)
-    assert engine.closed == 1
+    assert (engine.closed, engine.arrived) == (1, len(engine.updates))
 
 
 def test_a_group_counts_when_its_last_rollout_is_done(engine: FakeEngine) -> None:
@@ -130,14 +139,14 @@ def test_a_group_counts_when_its_last_rollout_is_done(engine: FakeEngine) -> Non
         groups_per_step=1,
         in_flight=2,
         tokens=1,
-        update=lambda: engine.update(len(engine.widths)),
+        update=engine.begin_update,
         clock=engine.clock,
     )
     assert len(engine.widths) >= 5
 
 
 def test_partial_gives_up_its_rollouts_when_an_update_fails(engine: FakeEngine) -> None:
-    def fail() -> None:
+    def fail() -> Callable[[], None]:
         raise RuntimeError("no")
 
     with pytest.raises(RuntimeError, match="no"):
