@@ -167,17 +167,24 @@ class Wishes:
     group_size: int
     engine: str
     engine_dtype: str
+    """Of vLLM's weights; the embedded engine computes as the trainer does."""
     fixed_cache_bytes: int = 0
     """Of vLLM's cache on a CPU."""
     fixed_share: float = 0.0
     """Of the GPU's memory for vLLM; 0: as much as it needs."""
+    fallback: bool = False
+    """The newest weights are kept for an engine that takes vLLM's place."""
+    anew: Wishes | None = None
+    """Those of a new run, where this one's checkpoint fixes what the configuration leaves open."""
 
     @classmethod
     def of(cls, config: NodeConfig, charter: Charter, facts: ModelFacts, device: str) -> Wishes:
         """Of a node of this swarm."""
         row_tokens = min(facts.max_positions, PROMPT_TOKENS + charter.max_new_tokens)
         train, on_vllm = config.train, config.rollout.engine == "vllm"
-        rollouts = config.rollout.max_in_flight or train.local_groups * charter.group_size
+        rollouts = train.local_groups * charter.group_size
+        if config.rollout.max_in_flight:  # a group begins while fewer are under way
+            rollouts = config.rollout.max_in_flight + charter.group_size - 1
         groups = train.local_groups + (train.external_groups if config.network.transport != "none" else 0)
         return cls(
             tuning=config.policy.tuning,
@@ -190,9 +197,10 @@ class Wishes:
             rollouts=min(rollouts, config.vllm.max_concurrent) if on_vllm else rollouts,
             group_size=charter.group_size,
             engine=config.rollout.engine,
-            engine_dtype=config.vllm.dtype if on_vllm else "float32",
+            engine_dtype=config.vllm.dtype,
             fixed_cache_bytes=config.vllm.kv_cache_mib * 2**20 if on_vllm and device == "cpu" else 0,
             fixed_share=config.vllm.gpu_memory_share if on_vllm and device == "cuda" else 0.0,
+            fallback=on_vllm and config.rollout.fallback,
         )
 
 
@@ -259,6 +267,7 @@ def plan_memory(facts: ModelFacts, machine: Machine, wishes: Wishes) -> MemoryPl
     """The first way to train that fits, in this order: all weights; with 8-bit moments; by turns with the
     engine; an adapter; an adapter by turns. Each rather without computing layers anew, and with the most
     tokens a pass that fit. Raises BudgetError."""
+    _require_share(facts, machine, wishes)
     plans = _plans(facts, machine, wishes)
     smallest = next(plans)
     for plan in (smallest, *plans):
@@ -270,6 +279,22 @@ def plan_memory(facts: ModelFacts, machine: Machine, wishes: Wishes) -> MemoryPl
         f"this policy needs {_gib(smallest.total_bytes)} GiB here and may use {_gib(machine.usable_bytes)}; "
         f"{_remedy(facts, machine, wishes, smallest)}\n" + "\n".join(smallest.lines())
     )
+
+
+def _require_share(facts: ModelFacts, machine: Machine, wishes: Wishes) -> None:
+    """Raises BudgetError when vLLM cannot begin with the share of the GPU that is fixed for it."""
+    if not wishes.fixed_share:
+        return
+    one_rollout = wishes.row_tokens * facts.cache_bytes(wishes.engine_dtype)
+    needed = facts.params * BYTES[wishes.engine_dtype] + one_rollout + VLLM_GPU
+    taken = int(wishes.fixed_share * machine.total_bytes)
+    if taken < needed:
+        share = needed / machine.total_bytes + 0.005  # never rounded down
+        raise BudgetError(
+            f"vllm.gpu_memory_share = {wishes.fixed_share:g} is {_gib(taken)} GiB, and vLLM needs "
+            f"{_gib(needed)} for itself, the weights and one rollout; "
+            + (f"set it to {share:.2f} or more, or to 0" if share < 1 else "choose a smaller policy")
+        )
 
 
 def _plans(facts: ModelFacts, machine: Machine, wishes: Wishes) -> Iterator[MemoryPlan]:
@@ -321,6 +346,8 @@ def _plan(
     # Frozen weights need no more digits than they came with; weights that learn need all.
     dtype = "bfloat16" if tuning == LORA and on_gpu else "float32"
     pass_tokens = min(max(micro_batch_tokens, wishes.row_tokens), wishes.step_tokens)
+    if wishes.engine != "vllm":
+        wishes = replace(wishes, engine_dtype=dtype)
     trainer = _trainer_parts(facts, wishes, tuning, optimiser, dtype, recompute, pass_tokens, on_gpu=on_gpu)
     engine = _engine_parts(facts, wishes, tuning, pass_tokens, on_gpu=on_gpu)
     if wishes.fixed_share:
@@ -391,16 +418,22 @@ def _engine_parts(
     at_once = wishes.row_tokens if on_vllm else min(pass_tokens, wishes.group_size * wishes.row_tokens)
     scored = max(wishes.rollouts, at_once)
     fixed = (VLLM_GPU if on_gpu else VLLM_RAM) if on_vllm else 0
-    return [
+    parts = [
         Part("engine", "weights", weights, not (on_vllm and on_gpu)),
         Part("engine", "cache", cache, not on_gpu and on_vllm),
         Part("engine", "logits", scored * facts.vocab * 4 * LOGIT_COPIES, False),
         Part("engine", "fixed", fixed, True),
     ]
+    if wishes.fallback and not on_gpu:
+        learning = facts.params if tuning == FULL else facts.adapter_params(wishes.lora_rank)
+        parts.append(Part("engine", "copy to fall back with", learning * BYTES["float32"], True))
+    return parts
 
 
 def _remedy(facts: ModelFacts, machine: Machine, wishes: Wishes, smallest: MemoryPlan) -> str:
     """What to change: the one thing that stands in the way, or else what takes the most."""
+    if wishes.anew is not None and any(plan.fits for plan in _plans(facts, machine, wishes.anew)):
+        return "free memory for this run, which goes on only as it was begun, or give it another name"
     for key, freed in (
         ("train.optimiser", replace(wishes, optimiser="auto")),
         ("policy.sharing", replace(wishes, sharing="auto")),
@@ -410,11 +443,11 @@ def _remedy(facts: ModelFacts, machine: Machine, wishes: Wishes, smallest: Memor
         if freed != wishes and any(plan.fits for plan in _plans(facts, machine, freed)):
             return f"leave {key} at its default"
     for package, equipped in (
-        ("bitsandbytes", replace(machine, has_bitsandbytes=True)),
-        ("peft", replace(machine, has_peft=True)),
+        ("murmuration[eight-bit]", replace(machine, has_bitsandbytes=True)),
+        ("murmuration[node]", replace(machine, has_peft=True)),
     ):
         if equipped != machine and any(plan.fits for plan in _plans(facts, equipped, wishes)):
-            return f"pip install {package}, with which it fits"
+            return f"pip install '{package}', with which it fits"
     largest = max(smallest.parts, key=lambda part: part.size_bytes).name
     if largest == "cache":
         return "lower vllm.kv_cache_mib, rollout.max_in_flight or train.local_groups"

@@ -7,6 +7,7 @@ imported by the functions that need it, so what needs none (charter, sandbox) is
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -31,7 +32,7 @@ from node.verify.tokens import Decode
 from protocol.charter import charter_bytes, decode_charter, found, is_member, swarm_id
 from protocol.errors import CharterError, ConfigError, ModelError, SandboxError
 from protocol.identity import Identity
-from protocol.messages import Charter, Digest
+from protocol.messages import Charter, Digest, PeerId
 
 if TYPE_CHECKING:
     from node.rollout.engine.base import Engine, EngineError
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Loaded",
     "adapter_of",
+    "as_begun",
     "device_of",
     "inspect_charter",
     "load",
@@ -59,6 +61,11 @@ __all__ = [
 ]
 
 CGROUP = Path("/sys/fs/cgroup")
+LIMITS = (
+    ("memory.max", "memory.current", "memory.stat"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
+)
+"""Files of either kind of control group: the limit, what is used of it, and what that is."""
 
 
 def load_charter(config: NodeConfig, identity: Identity, now_ms: int) -> Charter:
@@ -184,26 +191,30 @@ class Loaded:
 
 
 def load(
-    config: NodeConfig, charter: Charter, notice: Callable[[str, str], None]
+    config: NodeConfig, charter: Charter, notice: Callable[[str, str], None], peer_id: PeerId = ""
 ) -> tuple[NodeConfig, Loaded]:
-    """Everything of a node that holds weights, gone on from the run's newest checkpoint, and `config` as the
-    memory plan decides what it leaves open. `notice(level, text)` hears the plan, and later of the engine, on
-    any thread. Raises SwarmError; a policy that does not fit is refused before its weights are read."""
+    """Everything of a node that holds weights, gone on from the run's newest checkpoint, and `config` as that
+    checkpoint or the memory plan decides what it leaves open. `notice(level, text)` hears the plan, and later
+    of the engine, on any thread. Raises SwarmError; a policy that does not fit is refused before its weights
+    are read."""
     policy = open_policy(config, charter)
-    plan = plan_of(config, charter, policy)
-    notice("info", "\n".join(plan.lines()))
-    config = planned(config, plan)
     import torch
 
-    from node.train.checkpoint import resume
+    from node.train.checkpoint import checkpoints_of, restore, resume
     from node.train.step import Trainer
 
+    checkpoints = Home(config.home).run(config.run).checkpoints
+    restore(checkpoints)
+    plan = plan_of(config, charter, policy)
+    notice("info", "\n".join(plan.lines()))
+    config = planned(as_begun(config, policy), plan)
     torch.manual_seed(config.seed)
     settings = replace(train_settings(config, charter), dtype=plan.dtype, recompute=plan.recompute)
     trainer = Trainer(policy, settings)
-    engine = open_engine(config, policy, notice)
+    begun = [folder.name for folder in checkpoints_of(checkpoints, policy.base_model)][:1]
+    engine = open_engine(config, policy, notice, dtype=plan.dtype, draws="/".join([peer_id, *begun]))
     try:
-        resume(trainer, engine, Home(config.home).run(config.run).checkpoints)
+        resume(trainer, engine, checkpoints)
         return config, Loaded(
             policy=policy,
             environments=open_environments(charter),
@@ -218,9 +229,33 @@ def load(
 
 
 def plan_of(config: NodeConfig, charter: Charter, policy: Policy) -> MemoryPlan:
-    """How this policy is trained on this machine. Raises BudgetError."""
-    facts, machine = ModelFacts.of(policy), machine_of(config)
-    return plan_memory(facts, machine, Wishes.of(config, charter, facts, machine.device))
+    """How this policy is trained on this machine; a run that was begun, as it was. Raises BudgetError."""
+    facts, machine, begun = ModelFacts.of(policy), machine_of(config), as_begun(config, policy)
+    wishes, anew = (Wishes.of(each, charter, facts, machine.device) for each in (begun, config))
+    return plan_memory(facts, machine, replace(wishes, anew=anew if begun != config else None))
+
+
+def as_begun(config: NodeConfig, policy: Policy) -> NodeConfig:
+    """`config` with tuning and optimiser, where it leaves them open, as the run's newest checkpoint of this
+    policy has them: the memory that is free today does not change how a run is trained."""
+    checkpoints = Home(config.home).run(config.run).checkpoints
+    if "auto" not in (config.policy.tuning, config.train.optimiser) or not checkpoints.is_dir():
+        return config
+    from node.train.checkpoint import checkpoints_of, read_state
+
+    newest = next(iter(checkpoints_of(checkpoints, policy.base_model)), None)
+    if newest is None:
+        return config
+    state = read_state(newest)
+    update: dict[str, object] = {}
+    if config.policy.tuning == "auto":
+        tuning: dict[str, object] = {"tuning": "full"}
+        if state.adapter is not None:
+            tuning = {"tuning": "lora", "lora_rank": state.adapter.rank, "lora_alpha": state.adapter.alpha}
+        update["policy"] = config.policy.model_copy(update=tuning)
+    if config.train.optimiser == "auto":
+        update["train"] = config.train.model_copy(update={"optimiser": state.optimiser})
+    return config.model_copy(update=update)
 
 
 def planned(config: NodeConfig, plan: MemoryPlan) -> NodeConfig:
@@ -260,40 +295,56 @@ def machine_of(config: NodeConfig) -> Machine:
 
 
 def _container_bytes() -> int:
-    """The limit on this process's memory, as either kind of control group tells it; the largest of numbers
-    without one."""
-    for file in (CGROUP / "memory.max", CGROUP / "memory" / "memory.limit_in_bytes"):
+    """What this process's control group leaves it; the largest of numbers without a limit."""
+    for limit, current, parts in LIMITS:
         with contextlib.suppress(OSError, ValueError):  # not there, or "max"
-            return int(file.read_text())
+            return max(0, int((CGROUP / limit).read_text()) - _held_bytes(CGROUP / current, CGROUP / parts))
     return sys.maxsize
 
 
+def _held_bytes(current: Path, parts: Path) -> int:
+    """What a control group uses and cannot give back at once, as cached files can be; 0 if it does not
+    tell."""
+    with contextlib.suppress(OSError, ValueError):
+        told = dict(line.split() for line in parts.read_text().splitlines())
+        cached = int(told.get("active_file", 0)) + int(told.get("inactive_file", 0))
+        return max(0, int(current.read_text()) - cached)
+    return 0
+
+
 def open_engine(
-    config: NodeConfig, policy: Policy, notice: Callable[[str, str], None] | None = None
+    config: NodeConfig,
+    policy: Policy,
+    notice: Callable[[str, str], None] | None = None,
+    *,
+    dtype: str = "float32",
+    draws: str = "",
 ) -> Engine:
     """The configured engine with its own copy of the weights. `notice(level, text)` hears of slow starts and
-    of restarts, on any thread. Raises ConfigError when vLLM is asked for and not installed, ModelError when
-    it cannot use the policy; with `rollout.fallback` the transformers engine takes its place."""
+    of restarts, on any thread; `dtype` is the trainer's, which the embedded engine shares; with other `draws`
+    (a node's, a run's) vLLM samples otherwise. Raises ConfigError when vLLM is asked for and not installed,
+    ModelError when it cannot use the policy; with `rollout.fallback` the transformers engine takes its place.
+    """
     if config.rollout.engine != "vllm":
-        return _open_transformers(config, policy)
+        return _open_transformers(config, policy, dtype)
     from node.rollout.engine.base import EngineError
 
     try:
-        engine = _open_vllm(config, policy, notice)
+        engine = _open_vllm(config, policy, notice, draws)
     except (ConfigError, ModelError, EngineError) as error:
         if not config.rollout.fallback:
             raise
         _tell_fallback(notice, "cannot be started", error)
-        return _open_transformers(config, policy)
+        return _open_transformers(config, policy, dtype)
     if not config.rollout.fallback:
         return engine
     from node.rollout.engine.fallback import FallbackEngine
 
     def fall_back(error: EngineError) -> Engine:
         _tell_fallback(notice, "is lost", error)
-        return _open_transformers(config, policy)
+        return _open_transformers(config, policy, dtype)
 
-    return FallbackEngine(engine, lost=lambda: not engine.pids, fall_back=fall_back)
+    return FallbackEngine(engine, lost=lambda: engine.lost, fall_back=fall_back)
 
 
 def _tell_fallback(notice: Callable[[str, str], None] | None, problem: str, error: Exception) -> None:
@@ -301,7 +352,9 @@ def _tell_fallback(notice: Callable[[str, str], None] | None, problem: str, erro
         notice("warning", f"vLLM {problem}, the transformers engine takes its place: {error}")
 
 
-def _open_vllm(config: NodeConfig, policy: Policy, notice: Callable[[str, str], None] | None) -> VllmEngine:
+def _open_vllm(
+    config: NodeConfig, policy: Policy, notice: Callable[[str, str], None] | None, draws: str
+) -> VllmEngine:
     from node.rollout.engine.vllm import VllmEngine
 
     return VllmEngine(
@@ -310,17 +363,24 @@ def _open_vllm(config: NodeConfig, policy: Policy, notice: Callable[[str, str], 
         in_flight=config.rollout.in_flight,
         adapter=adapter_of(config),
         sleeps=config.policy.sharing == "sequential",
-        seed=config.seed,
+        seed=_engine_seed(config.seed, draws),
         notice=notice,
     )
 
 
-def _open_transformers(config: NodeConfig, policy: Policy) -> Engine:
+def _engine_seed(seed: int, draws: str) -> int:
+    """31 bits, of vLLM's own random numbers: with equal ones, nodes of equal weights would draw equal
+    rollouts, which peers call copies."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{draws}".encode()).digest()[:4], "big") >> 1
+
+
+def _open_transformers(config: NodeConfig, policy: Policy, dtype: str) -> Engine:
     from node.rollout.engine.transformers import TransformersEngine
 
     return TransformersEngine(
         policy,
         device=device_of(config),
+        dtype=dtype,
         in_flight=config.rollout.in_flight,
         adapter=adapter_of(config),
         max_batch_tokens=config.train.micro_batch_tokens,

@@ -108,10 +108,12 @@ class RolloutConfig(Section):
     top_p: float = Field(1.0, gt=0, le=1)
     """Nucleus; 1 keeps log-probabilities exact."""
     max_staleness: int = Field(1, ge=0)
-    """Versions the rollouts may lag behind the trainer (AReaL's admission rule)."""
+    """From its completion on, a group is at most so many versions old when it is trained on (AReaL's
+    admission rule). A long rollout may have begun earlier."""
     max_in_flight: int = Field(0, ge=0)
-    """Partial rollouts: up to so many are generated at a time, groups go on to training as they complete,
-    and the rest goes on over weight updates. 0: synchronous, one batch of groups after the other."""
+    """Partial rollouts: another group begins while fewer than so many rollouts are under way, so there are at
+    most group_size - 1 more. Groups go on to training as they complete, and the rest goes on over weight
+    updates. 0: synchronous, one batch of groups after the other."""
     in_flight: Literal["continue", "recompute", "recycle"] = "continue"
     """Rollouts under way when new weights come. continue: go on with the cache they have; cheap, and only
     rollouts of a single version have exact log-probabilities. recompute: compute their cache anew at once.
@@ -122,6 +124,8 @@ class RolloutConfig(Section):
     reuse_lenience: float = Field(0.0, ge=0)
     """SPEC-RL: earlier rollouts of a prompt are drafts of new ones. 1: exact acceptance rule; 1.65 in the
     paper with GRPO; 0: off. What is reused is not exactly on-policy."""
+    parity_tolerance: float = Field(1e-3, gt=0)
+    """Nats by which engine and trainer may differ on the probe after an update; about 0.1 in bfloat16."""
     fallback: bool = False
     """When vLLM cannot be started or dies for good, go on with the transformers engine."""
 
@@ -144,14 +148,12 @@ class VllmConfig(Section):
     """Memory for the key-value cache on a CPU."""
     gpu_memory_share: float = Field(0.0, ge=0, lt=1)
     """Share of the GPU's memory that the engine takes, weights and cache together; 0: by the memory plan."""
-    parity_tolerance: float = Field(1e-3, gt=0)
-    """Nats by which engine and trainer may differ on the probe after an update; about 0.1 in bfloat16."""
     start_timeout_s: float = Field(600.0, gt=0)
     """Deadline for loading the model."""
     deadline_s: float = Field(120.0, gt=0)
     """An engine that gives no sign of life for so long is stopped and started again."""
     max_restarts: int = Field(5, ge=0)
-    """Starts in a row without success before the node gives up."""
+    """Deaths of the engine within an hour, failed starts among them, before the node gives up."""
 
 
 class VerifyConfig(Section):

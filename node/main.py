@@ -3,8 +3,9 @@
     home lock -> key, charter, policy folder, port -> sandbox starts beside the imports -> torch -> network
 
 What a person can get wrong is refused before torch is loaded. The first SIGINT or SIGTERM ends the node in
-order (the work in flight is finished, the network closed); a second one ends the process at once. The event
-stream goes to `metrics.jsonl`, to the local socket and to whatever sink the caller gives.
+order (a step under way is finished, rollouts under way are dropped, the network is closed); a second one ends
+the process at once. The event stream goes to `metrics.jsonl`, to the local socket and to whatever sink the
+caller gives.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def run_node(config: NodeConfig, show: Callable[[Event], None]) -> bool:
         sandbox = stack.enter_context(contextlib.closing(open_sandbox(config, charter)))
         report = starter.submit(sandbox.start)  # a process of its own, which starts while this one imports
         notices = _EngineNotices(show)
-        config, loaded = load(config, charter, notices)
+        config, loaded = load(config, charter, notices, identity.peer_id)
         stack.callback(loaded.engine.close)
         report.result()
         require_strength(sandbox, loaded.environments)
@@ -113,6 +114,7 @@ async def _run(
         signals = stack.enter_context(_Signals())
         compute = ThreadCompute()
         stack.callback(compute.close)
+        stack.callback(loaded.engine.close)  # before: it ends what the threads wait for
         replay = ReplayStore(home.state, ReplayCache(), clock.now_ms())
         stack.callback(replay.close)
         bus = EventBus()

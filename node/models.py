@@ -5,26 +5,30 @@
     a folder        copied
 
 Whatever the way, the folder is opened as a policy first (safetensors only, no code, a chat template), written
-under a temporary name and renamed; `SHA256SUMS` in it (`sha256sum -c SHA256SUMS`) tells a later call, and the
-user, that nothing has changed. Downloads run in a process of their own with a deadline, so the user's index
-and proxy settings count and nothing can hang. Not for training checkpoints (`node.train.checkpoint`), and
-never for code: no file that could hold any is fetched, copied or loaded.
+under a temporary name, synced and renamed; `SHA256SUMS` in it (`sha256sum -c SHA256SUMS`) tells a later call,
+and the user, that nothing has changed. Downloads run in a process of their own with a deadline, so the user's
+index and proxy settings count and nothing can hang. One call works at a time in a home; another one waits,
+and finds what it got. Not for training checkpoints (`node.train.checkpoint`), and never for code: no file
+that could hold any is fetched, copied or loaded.
 """
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import fcntl
 import functools
 import hashlib
-import importlib.util
+import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 import msgspec
@@ -36,6 +40,8 @@ __all__ = ["KNOWN_MODELS", "KnownModel", "ModelReport", "get_model"]
 
 SUMS = "SHA256SUMS"
 _ORIGIN = "# from "
+_GETTING = ".getting-"
+"""Begins the names of folders that are being filled."""
 _HUB_FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "LICENSE*", "NOTICE*")
 _COPIED = (*_HUB_FILES, "README.md")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
@@ -112,27 +118,60 @@ def get_model(
     what: str, home: Home, notice: Notice, *, deadline_s: float, name: str | None = None
 ) -> ModelReport:
     """Have `what` (a known name, a folder, or `org/name` of the hub) under `<home>/models/`; fetches nothing
-    that is there. Raises ModelError."""
+    that is there. Waits while another call works in that home. Raises ModelError."""
     source = _source(what, deadline_s)
     chosen = name or source.name
     if not _NAME.fullmatch(chosen):
         raise ModelError(f"{chosen!r} cannot name a model: letters, digits, '.', '_' and '-'; give --name")
     target = home.model(chosen)
-    if target.exists():
+    if target.exists() or not _make(target, source, what, notice):
         _require_unchanged(target, source.origin, notice)
-        return _report(target)
-    try:
-        home.models.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".getting-", dir=home.models) as temporary:
-            folder = Path(temporary, chosen)
-            folder.mkdir()
-            source.fill(folder, notice)
-            _require_policy(folder, what)
-            _write_sums(folder, source.origin)
-            folder.rename(target)
-    except OSError as error:
-        raise ModelError(f"cannot write {error.filename or home.models}: {error.strerror or error}") from None
     return _report(target)
+
+
+def _make(target: Path, source: _Source, what: str, notice: Notice) -> bool:
+    """Whether this call made `target`; False when another one was faster."""
+    models = target.parent
+    try:
+        models.mkdir(parents=True, exist_ok=True)
+        with _alone(models, notice):
+            if target.exists():
+                return False
+            for leftover in models.glob(f"{_GETTING}*"):  # of calls that were killed
+                shutil.rmtree(leftover, ignore_errors=True)
+            with tempfile.TemporaryDirectory(prefix=_GETTING, dir=models) as temporary:
+                folder = Path(temporary, target.name)
+                folder.mkdir()
+                source.fill(folder, notice)
+                _require_policy(folder, what)
+                _write_sums(folder, source.origin)
+                for path in (*folder.iterdir(), folder):
+                    _sync(path)
+                folder.rename(target)
+                _sync(models)
+    except OSError as error:
+        raise ModelError(f"cannot write {error.filename or models}: {error.strerror or error}") from None
+    return True
+
+
+@contextlib.contextmanager
+def _alone(models: Path, notice: Notice) -> Iterator[None]:
+    """Wait for the only place in `models`. The kernel gives it back when its holder ends, however it ends."""
+    with (models / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            notice("waiting for another `swarm model get` in this home")
+            fcntl.flock(file, fcntl.LOCK_EX)  # no longer than its holder's deadline
+        yield
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @dataclass(frozen=True)
@@ -224,8 +263,14 @@ def _copy(source: Path, folder: Path, notice: Notice) -> None:
 
 def _require(modules: tuple[str, ...], why: str, fix: str = "pip install 'murmuration[node]'") -> None:
     for module in modules:
-        if importlib.util.find_spec(module) is None:
+        if not _installed(module):
             raise ModelError(f"{why}, and {module} is not installed; {fix}")
+
+
+def _installed(module: str) -> bool:
+    """Asked of the search path alone. setuptools' import hook takes a search for pip for pip at work, and
+    then setuptools, which vLLM needs, cannot be imported any more in this process."""
+    return PathFinder.find_spec(module) is not None
 
 
 def _run_bounded(command: list[str], what: str, deadline_s: float) -> None:

@@ -204,7 +204,7 @@ class Node:
             parts.engine,
             parts.policy,
             prompts=lambda: [prompt.text for prompt in self._held_out.prompts()],
-            tolerance=config.vllm.parity_tolerance,
+            tolerance=config.rollout.parity_tolerance,
             probe_every=config.train.checkpoint_every,
             sequential=config.policy.sharing == "sequential",
             compute=self._compute,
@@ -380,8 +380,7 @@ class Node:
             }
         try:
             await run_stages(stages, until=self._stop)
-            if self._saved_version != self._parts.trainer.policy_version:
-                await self._save()
+            await self._save()
         except BaseException as error:
             self._reason = f"{type(error).__name__}: {error}"
             raise
@@ -439,7 +438,7 @@ class Node:
         )
 
     async def _save(self) -> None:
-        """Checkpoint and trust to disk. A full disk costs this checkpoint, not the run."""
+        """Checkpoint, of a version that has none, and trust to disk. A full disk costs that, not the run."""
         standings = self._trust.standings()
         try:
             await self._compute.run("train", self._write, standings)
@@ -449,9 +448,10 @@ class Node:
 
     def _write(self, standings: Sequence[Standing]) -> None:
         trainer, folder = self._parts.trainer, self._run_dir.checkpoints
-        save_checkpoint(trainer, folder / f"v{trainer.policy_version}")
-        prune(folder, trainer.policy.base_model, self.config.train.keep_checkpoints)
-        self._saved_version = trainer.policy_version
+        if trainer.policy_version != self._saved_version:
+            save_checkpoint(trainer, folder / f"v{trainer.policy_version}")
+            prune(folder, trainer.policy.base_model, self.config.train.keep_checkpoints)
+            self._saved_version = trainer.policy_version
         save_standings(self._home.state / "trust.json", self._swarm_id, standings)
 
     def _wanted(self) -> int:

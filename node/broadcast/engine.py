@@ -130,6 +130,6 @@ class EngineBroadcast:
     def _make_probe(self) -> ParityProbe:
         policy = self._policy
         prompts = [policy.encode_prompt(prompt) for prompt in self._prompts()[:PROBE_PROMPTS]]
-        room = policy.max_positions - max(len(prompt) for prompt in prompts)
+        room = self._engine.context - max(len(prompt) for prompt in prompts)
         sequences = probe_sequences(prompts, policy.vocab_size, min(PROBE_TOKENS, room))
         return ParityProbe(tuple(sequences), self._tolerance)

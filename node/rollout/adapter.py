@@ -54,7 +54,7 @@ def wrap(model: PreTrainedModel, spec: AdapterSpec) -> PeftModel:
         from peft import LoraConfig, get_peft_model
     except ImportError:
         raise ConfigError(
-            "policy.tuning is 'lora' and PEFT is not installed; pip install 'murmuration[lora]', or set it "
+            "policy.tuning is 'lora' and PEFT is not installed; pip install 'murmuration[node]', or set it "
             "to 'full'"
         ) from None
     config = LoraConfig(

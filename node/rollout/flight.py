@@ -2,11 +2,12 @@
 
 For: the rollout stage in its asynchronous form. A fixed number of rollouts is kept under way on one
 `Generation`, over weight updates, so that long ones do not hold up short ones (CoPRIS, APRIL). New groups
-start while fewer than `max_in_flight` rollouts are under way and admission has room; prompts of a window that
-has not begun are not waited for while anything is under way. When the tokens of a step are spent (C3PO++),
-nothing is sampled until that step has ended, unless there is no complete group that it could take: then
-generation goes on until there is one. What is under way is kept with its tokens and log-probabilities, and
-goes on under the next version. Not for scoring or handing on: `worker.py`.
+start while fewer than `max_in_flight` rollouts are under way and admission has room. A group starts whole, so
+there may be up to its size less one more than that. Prompts of a window that has not begun are not waited for
+while anything is under way. When the tokens of a step are spent (C3PO++), nothing is sampled until that step
+has ended, unless there is no complete group that it could take: then generation goes on until there is one.
+What is under way is kept with its tokens and log-probabilities, and goes on under the next version. Not for
+scoring or handing on: `worker.py`.
 """
 
 from __future__ import annotations
@@ -88,7 +89,8 @@ class Flight:
         try:
             while True:
                 if self._admission.tokens_left() == 0:
-                    await complete.join()
+                    with self._gauge.waiting("scoring and the network"):
+                        await complete.join()
                     if self._admission.complete:
                         with self._gauge.waiting("the next version"):
                             await self._admission.hold()

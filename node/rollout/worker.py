@@ -67,7 +67,8 @@ class OwnGroup:
 
 def request_seed(node_seed: int, author: PeerId, prompt: AssignedPrompt, policy_version: int) -> int:
     """63-bit seed of one group's sampling: differs by node, slot and version. With the peer id in it, two
-    nodes with equal weights do not draw equal completions, which would be called a copy."""
+    nodes with equal weights do not draw equal completions, which would be called a copy. The transformers
+    engine draws by it; vLLM draws by the seed of its process, and there it only tells groups apart."""
     text = f"{node_seed}/{author}/{prompt.ref.window}/{prompt.ref.slot}/{policy_version}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
@@ -271,10 +272,10 @@ class RolloutWorker:
             seed=request_seed(self._seed, self._author, assigned, self._engine.policy_version),
             sampling=self._sampling,
         )
-        tokens, most = len(request.prompt_ids) + request.sampling.max_new_tokens, self._policy.max_positions
+        tokens, most = len(request.prompt_ids) + request.sampling.max_new_tokens, self._engine.context
         if tokens <= most:
             return request
-        self._tell_dropped(assigned, f"prompt and answer may take {tokens} of the policy's {most} tokens")
+        self._tell_dropped(assigned, f"prompt and answer may take {tokens} of the engine's {most} tokens")
         return None
 
     def _drafted(self, assigned: AssignedPrompt, request: GenerationRequest) -> GenerationRequest:

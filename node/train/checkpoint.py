@@ -4,8 +4,10 @@ Layout of one checkpoint: config.json, model.safetensors (an adapter is merged i
 policy's own tokenizer files byte for byte (so the tokenizer digest stays), optimiser.safetensors (moments by
 parameter name, random state), trainer.json (versions, counters, what was trained and how), and for an adapter
 adapter.safetensors, from which its training goes on. Written to a temporary folder, fsynced, renamed: a
-folder with the final name is complete. Tensors are safetensors only. `resume` goes on from the newest one of
-a folder, `prune` keeps the newest few. Not for: the replay pool.
+folder with the final name is complete. trainer.json comes last, when the rest is on the disk; with it a
+folder that a kill left under another name is complete too, and `restore` gives it its name back. Tensors are
+safetensors only. `resume` goes on from the newest one of a folder, `prune` keeps the newest few. Not for: the
+replay pool.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ __all__ = [
     "load_checkpoint",
     "prune",
     "read_state",
+    "restore",
     "resume",
     "save_checkpoint",
 ]
@@ -54,6 +57,8 @@ _TOKENIZER_FILES = (
 )
 _RANDOM = "random_state"
 _WRITING, _OLD = ".writing", ".old"
+_LEFTOVERS = (_WRITING, _OLD)
+"""The newer first."""
 
 
 class CheckpointState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -73,6 +78,7 @@ class CheckpointState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def save_checkpoint(trainer: Trainer, folder: Path) -> None:
     """Write `folder`; one of that name is replaced only when the new one is complete. Raises OSError, and
     then nothing has changed."""
+    _restore(folder)
     temporary = folder.with_name(f".{folder.name}{_WRITING}")
     old = folder.with_name(f".{folder.name}{_OLD}")
     for leftover in (temporary, old):
@@ -124,9 +130,11 @@ def _write(trainer: Trainer, temporary: Path) -> None:
         optimiser=trainer.settings.optimiser,
         adapter=trainer.settings.adapter,
     )
-    (temporary / _STATE).write_bytes(msgspec.json.format(msgspec.json.encode(state)))
-    for file in [*temporary.iterdir(), temporary]:
+    for file in temporary.iterdir():
         _sync(file)
+    (temporary / _STATE).write_bytes(msgspec.json.format(msgspec.json.encode(state)))
+    _sync(temporary / _STATE)
+    _sync(temporary)
 
 
 def checkpoints_of(folder: Path, base_model: str) -> list[Path]:
@@ -143,9 +151,33 @@ def checkpoints_of(folder: Path, base_model: str) -> list[Path]:
 def prune(folder: Path, base_model: str, keep: int) -> None:
     """Remove all but the newest `keep` checkpoints of this base model, and what a kill left half-written.
     Raises OSError."""
-    leftovers = [*folder.glob(f".*{_WRITING}"), *folder.glob(f".*{_OLD}")]
+    restore(folder)
+    leftovers = [path for suffix in _LEFTOVERS for path in folder.glob(f".*{suffix}")]
     for path in [*checkpoints_of(folder, base_model)[keep:], *leftovers]:
         shutil.rmtree(path)
+
+
+def restore(folder: Path) -> None:
+    """Give every complete checkpoint in `folder` that a kill left under another name its own back, where
+    nothing has that. Not while another process writes there. Raises OSError."""
+    for suffix in _LEFTOVERS:
+        for path in folder.glob(f".*{suffix}"):
+            _restore(folder / path.name[1 : -len(suffix)])
+
+
+def _restore(folder: Path) -> None:
+    for suffix in _LEFTOVERS:
+        left = folder.with_name(f".{folder.name}{suffix}")
+        if not folder.exists() and _is_complete(left):
+            left.rename(folder)
+
+
+def _is_complete(folder: Path) -> bool:
+    try:
+        read_state(folder)
+    except ModelError:
+        return False
+    return True
 
 
 def resume(trainer: Trainer, engine: Engine, folder: Path) -> None:

@@ -108,15 +108,16 @@ class HeldOut:
         )
 
     def prompts(self) -> list[Prompt]:
-        """Those that leave the policy room for an answer. Derived the first time: seconds. Raises ModelError
+        """Those that leave the engine room for an answer. Derived the first time: seconds. Raises ModelError
         when none does."""
         if not self._prompts:
-            room = self._policy.max_positions - self._max_new_tokens
+            room = self._engine.context - self._max_new_tokens
             derived = [each for listed in self._universe.held_out(self._per_task).values() for each in listed]
             self._prompts = [each for each in derived if len(self._policy.encode_prompt(each.text)) <= room]
         if not self._prompts:
             raise ModelError(
-                f"no prompt of this swarm leaves {self._policy.path} room for an answer within its "
-                f"{self._policy.max_positions} positions; choose another policy"
+                f"no prompt of this swarm leaves room for an answer of {self._max_new_tokens} tokens within "
+                f"the {self._engine.context} that the engine takes with {self._policy.path}; choose another "
+                "policy, or raise vllm.max_context if it is what limits them"
             )
         return self._prompts

@@ -15,9 +15,9 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 __all__ = ["OutOfMemoryError", "StepReport", "Trainer"]
 
 log = logging.getLogger(__name__)
+Result = TypeVar("Result")
+REMEDY = "set policy.tuning to 'lora' or policy.sharing to 'sequential', or choose a smaller policy"
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +68,8 @@ class StepReport:
 
 
 class OutOfMemoryError(OurFault):
-    """The device has too little memory to train on even one rollout at a time."""
+    """The device has too little memory for the trainer's weights and moments, or for one rollout at a
+    time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,13 +118,14 @@ class Trainer:
 
     def step(self, batch: TrainingBatch) -> StepReport:
         """Train on `batch` once. Raises nothing for numbers that overflow: the report says `skipped`. Raises
-        OutOfMemoryError, and then weights and optimiser are as before."""
+        OutOfMemoryError, and then weights and optimiser are as before, unless it was the optimiser's own
+        update that ran out: then some may have moved, and only a checkpoint is whole."""
         with self._on_device():
             return self._step(batch)
 
     def _step(self, batch: TrainingBatch) -> StepReport:
         began_s = time.perf_counter()
-        loss, sums, logprobs_BT = self._accumulate_in_memory(batch)
+        loss, sums, logprobs_BT = self._in_memory(lambda: self._accumulate(batch), _lengths(batch))
         grad_norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, self.settings.max_grad_norm))
         learning_rate = self.learning_rate()
         skipped = not (math.isfinite(loss) and math.isfinite(grad_norm))
@@ -163,13 +167,16 @@ class Trainer:
         return {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
 
     def logprobs(self, sequences: Sequence[TokenSequence]) -> list[NDArray[np.float32]]:
-        """As `Engine.logprobs`, from the weights that learn: the reference an engine is held against."""
-        with self._on_device(), torch.no_grad():
-            return self._logprobs(sequences)
-
-    def _logprobs(self, sequences: Sequence[TokenSequence]) -> list[NDArray[np.float32]]:
-        results: list[NDArray[np.float32]] = [np.zeros(0, np.float32)] * len(sequences)
+        """As `Engine.logprobs`, from the weights that learn: the reference an engine is held against. Raises
+        OutOfMemoryError."""
         lengths = [len(sequence.prompt_ids) + len(sequence.token_ids) for sequence in sequences]
+        with self._on_device(), torch.no_grad():
+            return self._in_memory(lambda: self._logprobs(sequences, lengths), lengths)
+
+    def _logprobs(
+        self, sequences: Sequence[TokenSequence], lengths: Sequence[int]
+    ) -> list[NDArray[np.float32]]:
+        results: list[NDArray[np.float32]] = [np.zeros(0, np.float32)] * len(sequences)
         for places in _packed(lengths, self.micro_batch_tokens):
             chosen = [sequences[place] for place in places]
             tokens_BL = torch.zeros(len(places), max(lengths[place] for place in places), dtype=torch.int64)
@@ -189,25 +196,24 @@ class Trainer:
                 results[place] = row_T[: len(sequence.token_ids)].copy()
         return results
 
-    def _accumulate_in_memory(self, batch: TrainingBatch) -> tuple[float, _RowSums, Tensor]:
-        """`_accumulate`, anew with half the tokens at a time when the device runs out of memory."""
+    def _in_memory(self, passes: Callable[[], Result], lengths: Sequence[int]) -> Result:
+        """`passes` over rows of these lengths, anew with half the tokens at a time when the device runs out
+        of memory."""
         while True:
             try:
-                return self._accumulate(batch)
+                return passes()
             except torch.OutOfMemoryError as error:
                 self.optimiser.zero_grad(set_to_none=True)
-                self._halve(batch, error)
+                self._halve(lengths, error)
             # Out of the handler nothing holds the tensors of the failed pass any more.
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
 
-    def _halve(self, batch: TrainingBatch, error: torch.OutOfMemoryError) -> None:
-        lengths = _lengths(batch)
+    def _halve(self, lengths: Sequence[int], error: torch.OutOfMemoryError) -> None:
         packed = list(_packed(lengths, self.micro_batch_tokens))
         if max(len(rows) for rows in packed) == 1:
             raise OutOfMemoryError(
-                f"{self.device} has no memory to train on one rollout of {max(lengths)} tokens; set "
-                "policy.tuning to 'lora' or policy.sharing to 'sequential', or choose a smaller policy"
+                f"{self.device} has no memory for a pass over one rollout of {max(lengths)} tokens; {REMEDY}"
             ) from error
         largest = max(len(rows) * max(lengths[row] for row in rows) for rows in packed)
         self.micro_batch_tokens = min(self.micro_batch_tokens, largest) // 2
@@ -287,16 +293,22 @@ class Trainer:
 
     @contextlib.contextmanager
     def _on_device(self) -> Iterator[None]:
-        """For work on the weights. By turns with the engine, they come from RAM and go back there."""
-        if self._rest == self.device:
-            yield
-            return
+        """For work on the weights. By turns with the engine, they come from RAM and go back there. Raises
+        OutOfMemoryError."""
+        by_turns = self._rest != self.device
         try:
-            self._move(self.device)
+            if by_turns:
+                self._move(self.device)
             yield
+        except torch.OutOfMemoryError as error:
+            self.optimiser.zero_grad(set_to_none=True)
+            raise OutOfMemoryError(
+                f"{self.device} has no memory for the trainer's weights and moments; {REMEDY}"
+            ) from error
         finally:
-            self._move(self._rest)
-            torch.cuda.empty_cache()
+            if by_turns:
+                self._move(self._rest)
+                torch.cuda.empty_cache()
 
     def _move(self, device: torch.device) -> None:
         self.model.to(device)
@@ -366,7 +378,7 @@ def _optimiser(parameters: list[torch.nn.Parameter], settings: TrainSettings) ->
     except (ImportError, OSError, RuntimeError) as error:  # not installed, or its library does not load
         raise ConfigError(
             f"train.optimiser is 'adamw_8bit' and bitsandbytes cannot be used ({error}); pip install "
-            "bitsandbytes, or set it to 'adamw'"
+            "'murmuration[eight-bit]', or set it to 'adamw'"
         ) from None
     optimiser: torch.optim.Optimizer = AdamW8bit(parameters, **options)
     return optimiser

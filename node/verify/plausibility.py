@@ -33,8 +33,6 @@ class LocalPolicy(Protocol):
     def tokenizer_digest(self) -> str: ...
     @property
     def vocab_size(self) -> int: ...
-    @property
-    def max_positions(self) -> int: ...
     def encode_prompt(self, question: str) -> list[int]: ...
     def encode_completion(self, text: str, finished: bool) -> list[int]: ...
 
@@ -42,6 +40,8 @@ class LocalPolicy(Protocol):
 class LocalEngine(Protocol):
     """The scoring side of `node.rollout.engine.base.Engine`."""
 
+    @property
+    def context(self) -> int: ...
     def logprobs(self, sequences: Sequence[TokenSequence]) -> list[NDArray[np.float32]]: ...
 
 
@@ -92,6 +92,6 @@ class Plausibility:
         the same tokenizer may have more rows than the local one; neither is a lie."""
         return (
             0 < len(token_ids) <= self._max_tokens
-            and len(prompt_ids) + len(token_ids) <= self._policy.max_positions
+            and len(prompt_ids) + len(token_ids) <= self._engine.context
             and max(token_ids) < self._policy.vocab_size
         )

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -29,6 +30,11 @@ __all__ = ["BareVllm"]
 
 PARK_S = 1.5
 """After which an idle worker sleeps; it spins for about one second."""
+TURN_S = 600.0
+"""For one workload."""
+END_S = 10.0
+"""For a child that has closed its answers to end."""
+_COMMAND = (sys.executable, "-m", __name__)
 _QUIET = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_PLUGINS": "",
@@ -43,18 +49,10 @@ _QUIET = {
 
 class BareVllm:
     """Blocks in the constructor until the model is loaded. Make it before the first engine of ours, which
-    changes this process's environment. Raises EngineError when vLLM cannot start."""
+    changes this process's environment. Raises EngineError when vLLM cannot start, is not ready within
+    `settings.start_timeout_s`, or gives no answer within TURN_S."""
 
     def __init__(self, model: Path, settings: VllmConfig, *, max_model_len: int) -> None:
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
-        self._child = subprocess.Popen(
-            [sys.executable, "-m", __name__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            env=os.environ | _QUIET,
-            start_new_session=True,
-        )
         arguments: dict[str, Any] = {
             "model": str(model),
             "dtype": settings.dtype,
@@ -65,11 +63,25 @@ class BareVllm:
             arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": settings.kv_cache_mib * 2**20}
         else:
             arguments |= {"gpu_memory_utilization": settings.gpu_memory_share}
-        self._ask(arguments)
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
+        self._child = subprocess.Popen(
+            _COMMAND,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            env=os.environ | _QUIET,
+            start_new_session=True,
+        )
+        try:
+            self._ask(arguments, settings.start_timeout_s)
+        except BaseException:
+            self.close()
+            raise
 
     def generate(self, prompts: Sequence[Sequence[int]], lengths: Sequence[int]) -> float:
         """Seconds for one completion of `lengths[i]` tokens for every `prompts[i]`, all given at once."""
-        took_s = float(self._ask({"prompts": [list(ids) for ids in prompts], "lengths": list(lengths)}))
+        work = {"prompts": [list(ids) for ids in prompts], "lengths": list(lengths)}
+        took_s = float(self._ask(work, TURN_S))
         time.sleep(PARK_S)
         return took_s
 
@@ -83,14 +95,18 @@ class BareVllm:
             with contextlib.suppress(BrokenPipeError):
                 cast("IO[bytes]", stream).close()
 
-    def _ask(self, question: dict[str, Any]) -> Any:
+    def _ask(self, question: dict[str, Any], deadline_s: float) -> Any:
         questions, answers = cast("IO[bytes]", self._child.stdin), cast("IO[bytes]", self._child.stdout)
         with contextlib.suppress(BrokenPipeError):
             questions.write(json.dumps(question).encode() + b"\n")
             questions.flush()
-        answer = answers.readline()
+        if not wait([answers], deadline_s):
+            raise EngineError(f"bare vLLM gave no answer within {deadline_s:g} s: {self._last_error()}")
+        answer = answers.readline()  # the child writes whole lines
         if not answer:
-            raise EngineError(f"bare vLLM ended with code {self._child.wait()}: {self._last_error()}")
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._child.wait(END_S)
+            raise EngineError(f"bare vLLM ended with code {self._child.returncode}: {self._last_error()}")
         return json.loads(answer)
 
     def _tree(self) -> list[psutil.Process]:

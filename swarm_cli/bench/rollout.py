@@ -3,11 +3,13 @@
 Four measurements of one policy on this machine; where two things are compared they run by turns
 (`measure.in_turn`), and medians are reported.
 
-1. Tokens a second of the rollout stage's engine, all bookkeeping included (versions and log-probability of
-   every token, decoding, groups), against bare `vllm.LLM.generate` (`baseline`): same prompts, lengths,
-   temperature, type, number of sequences and cache memory. Bare vLLM computes no log-probabilities and runs
-   with its own defaults, such as one core left free for its scheduler. Prompts are new in every pair. With
-   `--engine transformers` there is no such yardstick, and its fields are null.
+1. Tokens a second (`tokens_per_s`) against bare `vllm.LLM.generate` (`baseline`): same prompts, lengths,
+   temperature, type, number of sequences and cache memory. Ours drives the engine through `Generation` with
+   all its bookkeeping (versions and log-probability of every token, decoding, groups), but not through the
+   worker, whose scoring runs in the sandbox beside generation and would measure the task's scorer, which bare
+   vLLM has no counterpart of. Bare vLLM computes no log-probabilities and runs with its own defaults, such as
+   one core left free for its scheduler. Prompts are new in every pair. With `--engine transformers` there is
+   no such yardstick, and its fields are null.
 2. Partial against synchronous rollouts on the same engine (`partial`): log-normal lengths, sigma 1, capped at
    8 medians; updates of 0.5 % density; caches are kept. Partial rollouts are timed in their steady state.
 3. Updates of 0.5 % density while the constant number of rollouts is in flight, in the partial runs of 2: how
@@ -34,7 +36,7 @@ from node.build import device_of
 from node.config import NodeConfig
 from node.rollout.engine.base import Engine
 from node.rollout.engine.transformers import TransformersEngine
-from node.rollout.engine.vllm import VllmEngine
+from node.rollout.engine.vllm import GPU_MEMORY_SHARE, VllmEngine
 from node.rollout.policy import Policy
 from swarm_cli.bench.baseline import BareVllm
 from swarm_cli.bench.measure import Say, envelope, in_turn, rounded, spread
@@ -44,8 +46,6 @@ from swarm_cli.bench.workload import Group, LongTail, groups, prompt, rollout
 
 __all__ = ["FULL", "QUICK", "Size", "bench_rollout"]
 
-GPU_SHARE = 0.4
-"""Of a GPU's memory for each of the two that stand side by side, unless the configuration says."""
 WAYS: tuple[Literal["continue", "recompute", "recycle"], ...] = ("continue", "recompute", "recycle")
 
 
@@ -92,7 +92,7 @@ def bench_rollout(config: NodeConfig, policy: Policy, size: Size, say: Say) -> d
     """The report. Starts and ends engines; minutes. Raises EngineError, ConfigError, ModelError."""
     sized = {
         "max_concurrent": size.concurrency,
-        "gpu_memory_share": config.vllm.gpu_memory_share or GPU_SHARE,
+        "gpu_memory_share": config.vllm.gpu_memory_share or GPU_MEMORY_SHARE,
     }
     settings = config.model_copy(update={"vllm": config.vllm.model_copy(update=sized)})
     weights = Weights(policy)

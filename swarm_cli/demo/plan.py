@@ -9,7 +9,9 @@ comparable.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import random
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -46,6 +48,7 @@ OWN_KEYS = {
     "verify.enabled": "--no-verify",
 }
 """Config keys that the demo gives each node, and the option to use instead."""
+LOWEST_PORT, LOWEST_EPHEMERAL = 20_000, 32_768
 SMALL_VLLM = {"vllm.kv_cache_mib": 64, "vllm.max_context": 128}
 """Three engines of tiny policies on one machine; prompt and answer take 20 tokens."""
 
@@ -182,12 +185,13 @@ def _seed_bytes(seed: int, name: str) -> bytes:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Ports that are free now; all held open while choosing, so that they differ."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
+    """Ports that are free now, all different, and below those that the system gives to whoever asks for any:
+    engines of nodes that start earlier ask for many."""
+    ports: list[int] = []
+    for port in random.Random().sample(range(LOWEST_PORT, LOWEST_EPHEMERAL), LOWEST_EPHEMERAL - LOWEST_PORT):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            ports.append(port)
+        if len(ports) == count:
+            return ports
+    raise ConfigError(f"there are no {count} free ports from {LOWEST_PORT} to {LOWEST_EPHEMERAL - 1}")

@@ -138,15 +138,52 @@ def test_wishes_are_kept_where_they_fit() -> None:
 
 def test_nothing_is_planned_that_is_not_installed() -> None:
     bare = replace(card(16), has_bitsandbytes=False, has_peft=False)
-    with pytest.raises(BudgetError, match="pip install peft, with which it fits"):
+    with pytest.raises(BudgetError, match=r"pip install 'murmuration\[node\]', with which it fits"):
         plan_memory(ONE_AND_A_HALF, bare, WISHES)
-    with pytest.raises(BudgetError, match="pip install bitsandbytes, with which it fits"):
+    with pytest.raises(BudgetError, match=r"pip install 'murmuration\[eight-bit\]', with which"):
         plan_memory(ONE_AND_A_HALF, replace(bare, free_bytes=32 * GIB), WISHES)
     with pytest.raises(BudgetError, match="no policy is small enough"):
         plan_memory(replace(HALF, params=1, layers=1, vocab=2), card(1), WISHES)
     with pytest.raises(BudgetError, match=r"lower vllm\.kv_cache_mib, rollout\.max_in_flight"):
         plan_memory(HALF, card(24), replace(WISHES, rollouts=4096))
     assert plan_memory(HALF, replace(card(16), has_bitsandbytes=False), WISHES).optimiser == "adamw"
+
+
+def test_a_share_that_is_too_small_for_vllm_is_refused_with_the_number() -> None:
+    # 0.92 GiB of weights, 0.015 of cache, 1 of its own: 1.94 of 24.
+    with pytest.raises(BudgetError, match=r"share = 0\.05 is 1\.2 GiB, and vLLM needs 1\.9 .* 0\.09 or more"):
+        plan_memory(HALF, card(24), replace(WISHES, fixed_share=0.05))
+    assert plan_memory(HALF, card(24), replace(WISHES, fixed_share=0.09)).engine_share == 0.09
+    with pytest.raises(BudgetError, match=r"needs 15\.3 .*; choose a smaller policy"):
+        plan_memory(SEVEN, card(8), replace(WISHES, fixed_share=0.9))
+
+
+def test_the_embedded_engine_computes_as_the_trainer_does() -> None:
+    wishes = replace(WISHES, engine="transformers", engine_dtype="float32")
+    lora, full = (plan_memory(HALF, card(80), replace(wishes, tuning=tuning)) for tuning in ("lora", "full"))
+    assert (lora.dtype, full.dtype) == ("bfloat16", "float32")
+    assert sizes(lora, "engine")["weights"] == 2 * HALF.params
+    assert sizes(full, "engine")["weights"] == 4 * HALF.params
+    assert sizes(full, "engine")["cache"] == 2 * sizes(lora, "engine")["cache"]
+
+
+def test_an_engine_to_fall_back_with_costs_a_copy_of_what_learns() -> None:
+    machine = Machine("cpu", "the CPU", 64 * GIB, 64 * GIB)
+    name = "copy to fall back with"
+    for tuning, learning in (("full", HALF.params), ("lora", HALF.adapter_params(32))):
+        wishes = replace(WISHES, tuning=tuning)
+        plain = plan_memory(HALF, machine, wishes)
+        plan = plan_memory(HALF, machine, replace(wishes, fallback=True))
+        assert sizes(plan, "engine") == {**sizes(plain, "engine"), name: 4 * learning}
+    assert name not in sizes(plan_memory(HALF, card(80), replace(WISHES, fallback=True)), "engine")
+
+
+def test_a_run_that_was_begun_is_not_told_to_be_another() -> None:
+    wishes = replace(WISHES, tuning="full", optimiser="adamw", anew=WISHES)
+    with pytest.raises(BudgetError, match="goes on only as it was begun, or give it another name"):
+        plan_memory(ONE_AND_A_HALF, card(24), wishes)
+    with pytest.raises(BudgetError, match=r"set policy\.path to a smaller policy"):
+        plan_memory(ONE_AND_A_HALF, card(4), wishes)
 
 
 def test_by_turns_on_a_cpu_everything_but_the_work_stays() -> None:
@@ -173,4 +210,8 @@ def test_what_a_configuration_wishes(tiny_policy_path: Path) -> None:
     assert (wishes.fixed_cache_bytes, wishes.fixed_share) == (64 * 2**20, 0.0)
     alone = load_config([], {"network.transport": "none", "rollout.max_in_flight": 48})
     wishes = Wishes.of(alone, charter, facts, "cpu")
-    assert (wishes.rollouts, wishes.step_tokens, wishes.fixed_cache_bytes) == (48, 4 * 8 * 128, 0)
+    # With 47 under way one more group of 8 begins.
+    assert (wishes.rollouts, wishes.step_tokens, wishes.fixed_cache_bytes) == (55, 4 * 8 * 128, 0)
+    assert not wishes.fallback
+    falling = load_config([], {"rollout.engine": "vllm", "rollout.fallback": True})
+    assert Wishes.of(falling, charter, facts, "cpu").fallback

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from node import build
-from node.budget import BudgetError
+from node.budget import BudgetError, ModelFacts
 from node.build import (
+    as_begun,
     inspect_charter,
     load_charter,
     machine_of,
@@ -24,6 +26,7 @@ from node.rollout.engine.base import EngineError
 from node.rollout.engine.fallback import FallbackEngine
 from node.rollout.engine.transformers import TransformersEngine
 from node.rollout.policy import Policy
+from node.train.checkpoint import CheckpointState
 from protocol.charter import charter_bytes, found, swarm_id
 from protocol.errors import CharterError, ConfigError, ModelError, SwarmError
 from protocol.identity import Identity
@@ -132,8 +135,69 @@ def test_memory_is_the_smallest_of_what_is_free_and_what_may_be_used(
     assert free > 1_000_000
     (tmp_path / "memory.max").write_text("1000000\n")
     assert machine_of(config).free_bytes == 1_000_000
+    (tmp_path / "memory.current").write_text("400000\n")
+    assert machine_of(config).free_bytes == 1_000_000  # how much of that are cached files is not told
+    (tmp_path / "memory.stat").write_text("anon 250000\ninactive_file 90000\nactive_file 10000\n")
+    assert machine_of(config).free_bytes == 700_000
+    (tmp_path / "memory.current").write_text("9000000\n")
+    assert machine_of(config).free_bytes == 0
     config = load_config([], {"home": config.home, "policy.device": "cpu", "policy.memory_gib": 1.5})
     assert machine_of(config).free_bytes == 1.5 * 2**30
+
+
+def begin(config: NodeConfig, policy: Policy, version: int, **changes: object) -> None:
+    """What planning reads of a checkpoint."""
+    folder = Home(config.home).run(config.run).checkpoints / f"v{version}"
+    folder.mkdir(parents=True)
+    state = CheckpointState(version, version, 0, policy.base_model, policy.tokenizer_digest)
+    (folder / "trainer.json").write_bytes(msgspec.json.encode(msgspec.structs.replace(state, **changes)))
+
+
+@pytest.mark.parametrize(
+    ("gib", "adapter", "optimiser"),
+    [(0.8, None, "adamw"), (64.0, AdapterSpec(4, 8.0), "adamw_8bit")],
+)
+def test_a_run_goes_on_as_it_was_begun_whatever_is_free_today(
+    config: NodeConfig, tiny_policy_path: Path, gib: float, adapter: AdapterSpec | None, optimiser: str
+) -> None:
+    charter, policy = found(OURS, rules(), 0), Policy.open(tiny_policy_path)
+    config = load_config([], {"home": config.home, "policy.device": "cpu", "policy.memory_gib": gib})
+    assert as_begun(config, policy) == config
+    begin(config, policy, 1)
+    begin(config, policy, 20, adapter=adapter, optimiser=optimiser)
+    begin(config, policy, 300, base_model="of another policy", optimiser="adamw_8bit")
+    closed = planned(as_begun(config, policy), plan_of(config, charter, policy))
+    assert closed.policy.tuning == ("full" if adapter is None else "lora")
+    assert closed.train.optimiser == optimiser
+    assert build.adapter_of(closed) == adapter
+    wished = {"policy.tuning": "full", "train.optimiser": "adamw", "policy.device": "cpu"}
+    wished_config = load_config([], {"home": config.home, **wished})
+    assert as_begun(wished_config, policy) == wished_config
+
+
+def test_memory_chooses_for_a_new_run_and_not_for_a_begun_one(
+    config: NodeConfig, tiny_policy_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the sizes of a real policy, which need not be there."""
+    charter, policy = found(OURS, rules(), 0), Policy.open(tiny_policy_path)
+    half = ModelFacts(494_032_768, 24, 896, 4864, 14, 2, 64, 151_936, 32_768)
+    monkeypatch.setattr(ModelFacts, "of", lambda _: half)
+    monkeypatch.setattr(build, "find_spec", lambda _: object())  # PEFT and bitsandbytes, too
+
+    def with_gib(gib: float) -> NodeConfig:
+        return load_config([], {"home": config.home, "policy.device": "cpu", "policy.memory_gib": gib})
+
+    def ways(*gibs: float) -> list[tuple[str, str]]:
+        plans = [plan_of(with_gib(gib), charter, policy) for gib in gibs]
+        return [(plan.tuning, plan.optimiser) for plan in plans]
+
+    assert ways(8, 13, 64) == [("lora", "adamw"), ("full", "adamw_8bit"), ("full", "adamw")]
+    begin(config, policy, 5, adapter=AdapterSpec(4, 8.0))
+    assert ways(8, 64) == [("lora", "adamw")] * 2
+    begin(config, policy, 6, optimiser="adamw_8bit")
+    assert ways(13, 64) == [("full", "adamw_8bit")] * 2
+    with pytest.raises(BudgetError, match="goes on only as it was begun"):
+        plan_of(with_gib(8), charter, policy)
 
 
 def test_settings_follow_the_plan(config: NodeConfig) -> None:
@@ -159,15 +223,37 @@ def test_settings_follow_the_plan(config: NodeConfig) -> None:
 
 
 class Dying(TransformersEngine):
-    """Stands for vLLM: with `pids` it lives."""
+    """Stands for vLLM."""
 
     name = "vllm"
-    pids: tuple[int, ...] = (1,)
+    lost = False
 
     def pause(self) -> None:
-        if not self.pids:
+        if self.lost:
             raise EngineError("vLLM was started 6 times in a row")
         super().pause()
+
+
+def test_the_embedded_engine_has_the_type_of_the_trainer(tiny_policy_path: Path) -> None:
+    config, policy = load_config([], {"policy.device": "cpu"}), Policy.open(tiny_policy_path)
+    assert [open_engine(config, policy).dtype, open_engine(config, policy, dtype="bfloat16").dtype] == [
+        "float32",
+        "bfloat16",
+    ]
+
+
+def test_no_two_nodes_sample_alike(tiny_policy_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from node.rollout.engine import vllm
+
+    seeds: list[int] = []
+    monkeypatch.setattr(vllm, "VllmEngine", lambda *_, seed, **__: seeds.append(seed))
+    policy = Policy.open(tiny_policy_path)
+    for seed, peer_id in ((0, OURS.peer_id), (0, THEIRS.peer_id), (1, OURS.peer_id), (0, OURS.peer_id)):
+        config = load_config([], {"policy.device": "cpu", "rollout.engine": "vllm", "seed": seed})
+        open_engine(config, policy, draws=peer_id)
+    assert len(set(seeds)) == 3
+    assert seeds[0] == seeds[3]
+    assert all(0 <= seed < 2**31 for seed in seeds)
 
 
 def test_without_fallback_an_engine_that_cannot_start_ends_the_node(
@@ -216,7 +302,7 @@ def test_with_fallback_a_lost_engine_is_replaced_and_that_is_told(
     assert isinstance(engine, FallbackEngine)
     engine.pause()
     assert (engine.name, notices) == ("vllm", [])
-    dying.pids = ()
+    dying.lost = True
     engine.pause()
     assert engine.name == "transformers"
     assert [level for level, _ in notices] == ["warning"]

@@ -273,6 +273,7 @@ def test_profiles_need_nothing_else(name: str, tmp_path: Path) -> None:
     assert inspect_charter(config)[1] in {"demo", "smollm2"}
     assert config.policy.path in KNOWN_MODELS or config.policy.folder(tmp_path).is_dir()
     assert config.rollout.max_in_flight <= config.vllm.max_concurrent
+    assert config.rollout.parity_tolerance == (0.1 if config.vllm.dtype == "bfloat16" else 1e-3)
 
 
 def test_the_charter_of_smollm2_fits_the_model_that_is_got() -> None:

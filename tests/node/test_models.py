@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -40,7 +41,8 @@ Get = Callable[..., models.ModelReport]
 
 
 def left(home: Home) -> list[str]:
-    return sorted(path.name for path in home.models.iterdir()) if home.models.is_dir() else []
+    """What is in the folder of models, besides its lock."""
+    return sorted({path.name for path in home.models.glob("*")} - {".lock"})
 
 
 # --- a folder ------------------------------------------------------------------------------------------
@@ -86,6 +88,64 @@ def test_the_second_call_takes_what_is_there(
     first = get(tiny_policy_path)
     monkeypatch.setattr(models, "_copy", lambda *_: pytest.fail("copied again"))
     assert get(tiny_policy_path) == first
+
+
+def test_two_calls_at_once_get_it_once(
+    get: Get, home: Home, tiny_policy_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one begins while the first one copies."""
+    copy = models._copy
+    copies: list[Path] = []
+    waits = threading.Event()
+    notices: list[str] = []
+    reports: list[models.ModelReport] = []
+
+    def hear(text: str) -> None:
+        notices.append(text)
+        waits.set()
+
+    def second() -> None:
+        reports.append(get_model(str(tiny_policy_path), home, hear, deadline_s=60))
+
+    other = threading.Thread(target=second)
+
+    def slowly(source: Path, folder: Path, notice: models.Notice) -> None:
+        copies.append(folder)
+        other.start()
+        assert waits.wait(10)
+        copy(source, folder, notice)
+
+    monkeypatch.setattr(models, "_copy", slowly)
+    report = get(tiny_policy_path)
+    other.join(10)
+    assert reports == [report]
+    assert notices == ["waiting for another `swarm model get` in this home", "checking what is there"]
+    assert len(copies) == 1
+    assert left(home) == ["tiny"]
+
+
+def test_what_a_killed_call_left_is_removed(get: Get, home: Home, tiny_policy_path: Path) -> None:
+    half = home.models / ".getting-abc" / "tiny"
+    half.mkdir(parents=True)
+    (half / "model.safetensors").write_bytes(b"half")
+    get(tiny_policy_path)
+    assert left(home) == ["tiny"]
+
+
+def test_everything_is_on_disk_before_it_has_its_name(
+    get: Get, home: Home, tiny_policy_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync = models._sync
+    before, after = [], []
+
+    def note(path: Path) -> None:
+        (after if home.model("tiny").exists() else before).append(path.name)
+        sync(path)
+
+    monkeypatch.setattr(models, "_sync", note)
+    get(tiny_policy_path)
+    assert sorted(before) == sorted([*(path.name for path in home.model("tiny").iterdir()), "tiny"])
+    assert after == ["models"]
 
 
 @pytest.mark.parametrize("damage", ["change", "remove"])
@@ -293,12 +353,26 @@ def test_other_bytes_than_expected_are_refused(
 def test_a_missing_package_is_named_before_the_download(
     get: Get, monkeypatch: pytest.MonkeyPatch, missing: str, fix: str
 ) -> None:
-    monkeypatch.setattr(
-        "importlib.util.find_spec", lambda name: None if name == missing else SimpleNamespace(name=name)
-    )
+    monkeypatch.setattr(models, "_installed", lambda name: name != missing)
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("downloaded"))
     with pytest.raises(ModelError, match=f"{missing} is not installed; .*{fix}"):
         get("smollm2-135m")
+
+
+def test_looking_for_pip_does_not_wake_import_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of setuptools breaks setuptools in this process when pip is searched through it."""
+    asked: list[str] = []
+
+    class Hook:
+        @staticmethod
+        def find_spec(name: str, *_: Any) -> None:
+            asked.append(name)
+
+    monkeypatch.setattr(sys, "meta_path", [Hook, *sys.meta_path])
+    assert models._installed("msgspec")
+    assert not models._installed("pip_of_nobody")
+    models._installed("pip")
+    assert asked == []
 
 
 def test_known_models_are_pinned() -> None:

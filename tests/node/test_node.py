@@ -562,7 +562,7 @@ def test_a_policy_that_no_prompt_fits_is_refused_at_the_first_evaluation(
                 "alice", change=lambda parts: dataclasses.replace(parts, environments={TASK: Long()})
             )
             assert Long.derived == 0  # seconds of work, and the network is up when a node is made
-            with pytest.raises(ModelError, match="room for an answer within its 128 positions"):
+            with pytest.raises(ModelError, match="within the 128 that the engine takes"):
                 await swarm.run()
             assert toy.of(StepDone) == []
 

@@ -1,7 +1,8 @@
-"""What `swarm serve` decides before vLLM is there: who may come in, which weights, which port."""
+"""What `swarm serve` decides without vLLM: who may come in, which weights, which port, when they change."""
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import shutil
 import socket
@@ -13,7 +14,7 @@ import pytest
 
 from node.config import NodeConfig
 from node.rollout.policy import Policy
-from node.serve import Choice, choose, require_closed, serve
+from node.serve import Choice, Door, choose, require_closed, serve
 from node.train.checkpoint import CheckpointState
 from protocol.errors import AddressError, ConfigError, ModelError
 
@@ -67,6 +68,81 @@ def test_a_checkpoint_by_its_path_keeps_its_version(config: NodeConfig, policy: 
     assert choose(config, base, follow=False) == Choice(base.path, 7)
     elsewhere = config.model_copy(update={"run": "other"})  # a run that began with it counts from 0
     assert choose(elsewhere, base) == Choice(base.path, 0)
+
+
+async def settled() -> None:
+    """Every task that can go on has done so."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+class Visit:
+    """A request: `inside` once it was let in, `leave` when its answer was sent."""
+
+    def __init__(self, door: Door) -> None:
+        self._stay = door.enter()
+        self._entering = asyncio.ensure_future(anext(self._stay))
+
+    @property
+    def inside(self) -> bool:
+        return self._entering.done()
+
+    async def leave(self) -> None:
+        with pytest.raises(StopAsyncIteration):
+            await anext(self._stay)
+
+
+async def test_the_door_closes_behind_the_last_answer() -> None:
+    door = Door()
+    door.open()
+    first, second = Visit(door), Visit(door)
+    await settled()
+    assert first.inside
+    closing = asyncio.ensure_future(door.close(60))
+    late = Visit(door)
+    await first.leave()
+    await settled()
+    assert not closing.done(), "the second one may still be without the engine's answer"
+    await second.leave()
+    assert await closing
+    assert not late.inside
+    door.open()
+    await settled()
+    assert late.inside
+    await late.leave()
+
+
+async def test_a_door_that_closes_at_once_lets_nobody_slip_in() -> None:
+    door = Door()
+    waiting = Visit(door)
+    await settled()
+    door.open()
+    assert await door.close(60)
+    await settled()
+    assert not waiting.inside
+    door.open()
+    await settled()
+    await waiting.leave()
+
+
+async def test_an_answer_that_takes_too_long_is_not_waited_for() -> None:
+    door = Door()
+    door.open()
+    slow = Visit(door)
+    await settled()
+    assert not await door.close(0)
+    await slow.leave()
+    assert await door.close(0)
+
+
+async def test_an_answer_that_fails_has_left() -> None:
+    door = Door()
+    door.open()
+    stay = door.enter()
+    await anext(stay)
+    with pytest.raises(ConnectionError):
+        await stay.athrow(ConnectionError())  # type: ignore[attr-defined]
+    assert await door.close(0)
 
 
 def test_without_vllm(config: NodeConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -316,6 +316,28 @@ def test_a_hanging_process_is_replaced(
     agrees(engine, reference, policy, disturbed(current, 0.1, share=0.01, seed=32), 601)
 
 
+def test_a_process_that_refuses_weights_is_replaced(
+    engine: VllmEngine,
+    reference: TransformersEngine,
+    policy: Policy,
+    state: State,
+    notices: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert engine._life is not None
+    before = engine.pids
+
+    async def refuse(*patches: object, **options: object) -> None:
+        raise ValueError("no place for it")
+
+    monkeypatch.setattr(engine._life, "patch", refuse)
+    agrees(engine, reference, policy, disturbed(state, 0.1, share=0.01, seed=33), 602)
+    assert not engine.lost
+    assert not set(engine.pids) & set(before)
+    told = "does not take version 602: no place for it; it is started again with version 601"
+    assert any(told in text for text in notices)
+
+
 def test_closed_for_good(engine: VllmEngine, policy: Policy) -> None:
     pids = engine.pids
     engine.close()

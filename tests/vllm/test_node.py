@@ -66,6 +66,22 @@ def test_a_killed_engine_is_replaced_and_the_run_ends_well(tmp_path: Path) -> No
     assert json.loads(out)["Evaluated"]["moment"] == "after"
 
 
+def test_ctrl_c_ends_a_node_with_rollouts_under_way(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    process = swarm(
+        "run", "--home", home, "--steps", "100000",
+        "--set", "network.transport=none", "--set", "rollout.max_in_flight=48",
+    )  # fmt: skip
+    await_step(home / "runs/latest/metrics.jsonl", process)
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert err.endswith("swarm: interrupted\n")
+    assert not [child for child in psutil.wait_procs(children, timeout=15)[1] if child.is_running()]
+    assert list((home / "runs/latest/checkpoints").glob("v*"))
+
+
 def test_two_nodes_of_a_demo_share_rollouts_of_vllm(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     process = swarm(

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from node.config import VllmConfig
+from node.rollout.engine._vllm_generation import VllmGeneration
+from node.rollout.engine._vllm_life import Life
 from node.rollout.engine.base import EngineError, Generation, GenerationRequest, Prefix, TokenSequence
 from node.rollout.engine.transformers import TransformersEngine
 from node.rollout.engine.vllm import VllmEngine
@@ -257,6 +259,47 @@ def test_two_generations_at_a_time(
     dropped.start(requests)
     dropped.close()
     check(policy, oracles, requests, drain(rollouts, {}))
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_closing_ends_a_wait_on_another_thread(
+    engine: VllmEngine,
+    policy: Policy,
+    oracles: list[TransformersEngine],
+    monkeypatch: pytest.MonkeyPatch,
+    paused: bool,
+) -> None:
+    requests = ask(policy, n=3 * SLOTS)
+    generation, under_way = engine.open(), threading.Event()
+    assert isinstance(generation, VllmGeneration)
+    launch = generation._launch
+
+    def watched(life: Life) -> None:
+        launch(life)
+        under_way.set()
+
+    if paused:
+        engine.pause()
+    with monkeypatch.context() as patched:
+        # The first call is from `start`; the one that is waited for is from `wait`.
+        generation.start(requests)
+        engine.logprobs([TokenSequence(requests[0].prompt_ids, (5,))])
+        patched.setattr(generation, "_launch", watched)
+        results: list[object] = []
+        thread = threading.Thread(target=lambda: results.append(generation.wait()))
+        thread.start()
+        assert under_way.wait(5)
+        generation.close()
+        thread.join(5)
+    assert results == [[]]
+    assert (generation.in_flight, generation.wait()) == (0, [])
+    if paused:
+        engine.resume()
+    again = engine.open()
+    again.start(ask(policy, n=1))
+    check(policy, oracles, ask(policy, n=1), drain(again, {}))  # slots are free
+    assert engine._life is not None
+    assert not engine._life.legs
 
 
 def test_scoring_goes_on_in_a_pause_and_waits_in_sleep(

@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 from node.rollout.engine.base import GenerationRequest
 from node.rollout.engine.transformers import TransformersEngine
 from node.rollout.policy import Policy
+from node.serve import Door
 from node.train.checkpoint import CheckpointState
 from protocol.messages import Sampling
 
@@ -127,6 +128,32 @@ def write_checkpoint(home: Path, policy: Policy, version: int, change: Callable[
     (writing / "trainer.json").write_bytes(msgspec.json.encode(state))
     writing.rename(folder)
     return model.state_dict()
+
+
+async def test_a_stream_is_inside_until_its_last_byte_is_sent() -> None:
+    """As FastAPI does it: when a dependency ends has changed between its versions."""
+    from fastapi import Depends, FastAPI
+    from fastapi.responses import StreamingResponse
+
+    door, app = Door(), FastAPI()
+    door.open()
+    closed: list[bool] = []
+
+    @app.post("/", dependencies=[Depends(door.enter)])
+    async def stream() -> StreamingResponse:
+        return StreamingResponse(iter(["one", "two"]))
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: dict[str, Any]) -> None:
+        closed.append(await door.close(0))
+
+    scope = {"type": "http", "method": "POST", "path": "/", "query_string": b"", "headers": []}
+    await app(scope | {"asgi": {"version": "3.0", "spec_version": "2.4"}}, receive, send)
+    assert len(closed) == 4, "head, two parts, end"
+    assert not any(closed)
+    assert await door.close(0)
 
 
 def test_greedy_answers_are_those_of_transformers(endpoint: Endpoint, policy: Policy) -> None:

@@ -6,6 +6,7 @@ import gc
 import json
 import multiprocessing
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 
 from node.build import open_engine
 from node.config import VllmConfig, load_config
+from node.rollout.engine._vllm_process import EngineDied, VllmProcess
 from node.rollout.engine.base import EngineError
 from node.rollout.engine.vllm import VllmEngine
 from node.rollout.policy import Policy
@@ -83,6 +85,23 @@ def test_not_ready_in_time() -> None:
         EngineError, match=r"not ready after \d+ s and was stopped; raise vllm.start_timeout_s"
     ):
         start(STARLING, start_timeout_s=1)
+    assert none_left()
+
+
+def test_closed_before_it_is_ready() -> None:
+    closing = threading.Event()
+    closing.set()
+    with pytest.raises(EngineDied, match="closed before it was ready"):
+        VllmProcess(
+            lambda *, on_cpu: {"model": str(STARLING), "skip_tokenizer_init": True, "enforce_eager": True},
+            start_timeout_s=60,
+            deadline_s=60,
+            notice=lambda level, text: None,
+            closing=closing,
+        )
+    for thread in threading.enumerate():
+        if thread.name == "vllm":  # it has not begun with a process, and does not now
+            thread.join(60)
     assert none_left()
 
 

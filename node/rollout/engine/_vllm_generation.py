@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from node.rollout.engine._vllm_life import Leg, Life
-from node.rollout.engine.base import EngineError, Generation, GenerationRequest
+from node.rollout.engine.base import EngineError, Generation, GenerationRequest, broken_weights
 from node.rollout.policy import Policy
 from protocol.messages import FinishReason, Rollout
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
-__all__ = ["VllmGeneration", "broken_weights"]
+__all__ = ["VllmGeneration"]
 
 HANDOVER_TOKENS = 16
 """Tokens of a leg between two handovers: how exactly a budget is kept, and what a death costs a rollout."""
@@ -110,12 +110,9 @@ class VllmGeneration(Generation):
             yield job
 
     def wait(self, *, tokens: int | None = None) -> list[tuple[int, list[Rollout]]]:
-        if self._closed:
-            raise EngineError("the generation is closed")
-        if not self._groups:
-            return []
         self._goal = None if tokens is None else self._sampled + tokens
-        self._attempt(self._advance)
+        if self._groups and not self._closed:
+            self._attempt(self._advance)
         if self._fault is not None:
             raise self._fault
         tickets = sorted(ticket for ticket, jobs in self._groups.items() if _complete(jobs))
@@ -126,6 +123,8 @@ class VllmGeneration(Generation):
 
     @property
     def in_flight(self) -> int:
+        if self._closed:
+            return 0
         return sum(not job.complete for jobs in list(self._groups.values()) for job in jobs)
 
     @property
@@ -136,12 +135,10 @@ class VllmGeneration(Generation):
         if self._closed:
             return
         self._closed = True
-        groups, self._groups = self._groups, {}
-        tasks = [job.task for jobs in groups.values() for job in jobs if job.task is not None]
         life = self._living()
-        if life is not None and tasks:
+        if life is not None:
             with contextlib.suppress(RuntimeError):  # its loop just closed, and ended them
-                life.process.loop.call_soon_threadsafe(lambda: [task.cancel() for task in tasks])
+                life.process.loop.call_soon_threadsafe(self._end, life)
 
     # --- on the loop of the process ------------------------------------------------------------------------
 
@@ -152,7 +149,7 @@ class VllmGeneration(Generation):
         self._news = asyncio.Event()
         self._held = self._goal is not None and self._sampled >= self._goal
         self._launch(life)
-        while not (self._held or self._fault or any(map(_complete, self._groups.values()))):
+        while not (self._closed or self._held or self._fault or any(map(_complete, self._groups.values()))):
             self._news.clear()
             await self._news.wait()
         if self._holding is not None and not self._holding.done():
@@ -167,6 +164,13 @@ class VllmGeneration(Generation):
                 if job.life is not life and not job.complete:
                     job.life = life
                     job.task = life.process.loop.create_task(self._work(life, job))
+
+    def _end(self, life: Life) -> None:
+        for jobs in self._groups.values():
+            for job in jobs:
+                if job.life is life and job.task is not None:
+                    job.task.cancel()
+        self._news.set()
 
     async def _work(self, life: Life, job: _Job) -> None:
         from vllm.v1.engine.exceptions import EngineDeadError
@@ -213,9 +217,10 @@ class VllmGeneration(Generation):
             if versions is None and life.unchanged(leg):
                 versions = [leg.version] * len(token_ids)
             if versions is not None:
-                job.token_ids += token_ids
+                # The tokens last: with them the job may be complete, and be read on another thread.
                 job.logprobs += logprobs
                 job.versions += versions
+                job.token_ids += token_ids
             life.leave(leg)
 
     def _params(self, job: _Job) -> SamplingParams:
@@ -285,9 +290,3 @@ def _versions(leg: Leg, spans: Sequence[Any]) -> list[int]:
         for span in spans
         for _ in range(span.start, span.end)
     ]
-
-
-def broken_weights(policy_version: int) -> EngineError:
-    return EngineError(
-        f"version {policy_version} gives logits that are NaN or infinite; load an earlier checkpoint"
-    )

@@ -23,7 +23,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 from typing import Any, TypeVar
@@ -80,7 +80,8 @@ def require_vllm() -> None:
 
 class VllmProcess:
     """Started by the constructor, which blocks until the model is loaded. Raises ModelError for a folder that
-    vLLM cannot use, EngineDied when the process ends before it is ready or is not ready in time."""
+    vLLM cannot use, EngineDied when the process ends before it is ready or is not ready in time, and when
+    `closing` is set meanwhile."""
 
     def __init__(
         self,
@@ -89,6 +90,7 @@ class VllmProcess:
         start_timeout_s: float,
         deadline_s: float,
         notice: Callable[[str, str], None],
+        closing: threading.Event | None = None,
     ) -> None:
         self._deadline_s = deadline_s
         self._arguments = arguments
@@ -96,6 +98,8 @@ class VllmProcess:
         self._log_start = self._log.stat().st_size if self._log.exists() else 0
         self._processes: list[psutil.Process] = []
         self._core: Any = None
+        self._abandoned = False
+        """Nobody waits for the start any more."""
         self._closed = False
         self._hung = False
         self.on_cpu = False
@@ -105,23 +109,25 @@ class VllmProcess:
         ready: Future[None] = Future()
         before = _core_processes()
         self._thread = threading.Thread(target=self._serve, args=(ready,), name="vllm", daemon=True)
-        began_s = time.monotonic()
+        began_s = told_s = time.monotonic()
         self._thread.start()
-        while True:
-            left_s = max(0.0, began_s + start_timeout_s - time.monotonic())
-            try:
-                return ready.result(min(PROGRESS_S, left_s))
-            except FutureTimeoutError:
-                if ready.done():
-                    raise  # the engine's own, not the wait's
-            waited_s = time.monotonic() - began_s
-            if waited_s >= start_timeout_s:
+        while not wait([ready], timeout=WATCH_S).done:
+            now_s = time.monotonic()
+            waited_s = now_s - began_s
+            late = waited_s >= start_timeout_s
+            if late or (closing is not None and closing.is_set()):
+                self._abandoned = True
                 _end(_core_processes() - before)
                 raise EngineDied(
                     f"vLLM was not ready after {waited_s:.0f} s and was stopped; raise vllm.start_timeout_s"
                     f"{self._explain()}"
+                    if late
+                    else "the vLLM engine was closed before it was ready"
                 )
-            notice("info", f"vLLM is loading the model ({waited_s:.0f} s so far)")
+            if now_s - told_s >= PROGRESS_S:
+                told_s = now_s
+                notice("info", f"vLLM is loading the model ({waited_s:.0f} s so far)")
+        ready.result()
 
     # --- the thread ----------------------------------------------------------------------------------------
 
@@ -166,6 +172,7 @@ class VllmProcess:
             ).create_engine_config()
         except Exception as error:  # whatever vLLM's checks of a folder raise is one fault of ours
             raise ModelError(f"vLLM cannot use {arguments['model']}: {_sentence(error)}") from error
+        self._raise_if_abandoned()
         before = _core_processes()
         try:
             self.engine = AsyncLLM(config, Executor.get_class(config), log_stats=False, log_requests=False)
@@ -181,6 +188,15 @@ class VllmProcess:
             self._core = core
             parent = psutil.Process(core.pid)
             self._processes += [parent, *parent.children(recursive=True)]
+        if self._abandoned:  # while it started: nobody saw its process then
+            with contextlib.suppress(Exception):
+                self.engine.shutdown(timeout=CLOSE_S)
+            self.kill()
+        self._raise_if_abandoned()
+
+    def _raise_if_abandoned(self) -> None:
+        if self._abandoned:
+            raise EngineDied("the vLLM engine was given up before it was ready")
 
     # --- calls from other threads --------------------------------------------------------------------------
 
@@ -194,8 +210,8 @@ class VllmProcess:
             try:
                 return future.result(1.0)
             except FutureTimeoutError:
-                if future.done():
-                    raise  # the work's own, not the wait's
+                if future.done():  # just now, or the error is the work's own
+                    return future.result()
                 if self.loop.is_closed():
                     raise EngineDied(self.obituary()) from None
             except CancelledError:  # another caller noticed the death first and closed the loop

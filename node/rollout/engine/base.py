@@ -30,6 +30,7 @@ __all__ = [
     "GenerationRequest",
     "Prefix",
     "TokenSequence",
+    "broken_weights",
     "check_request",
     "check_tokens",
 ]
@@ -113,6 +114,8 @@ class Engine(ABC):
     """Goes into `RolloutGroup.engine`."""
     dtype: str
     """Goes into `RolloutGroup.dtype`."""
+    context: int = 2**31 - 1
+    """Tokens of prompt and answer together that it takes; more are an EngineError."""
 
     @property
     @abstractmethod
@@ -171,10 +174,10 @@ class Engine(ABC):
         """Release the weights; a running generation ends with EngineError. May be called twice."""
 
 
-def check_request(request: GenerationRequest, vocab_size: int, max_positions: int) -> None:
-    """Raise EngineError for a request that no engine of such a policy can do."""
+def check_request(request: GenerationRequest, vocab_size: int, context: int) -> None:
+    """Raise EngineError for a request that no engine with such a policy and context can do."""
     limit, prefixes = request.sampling.max_new_tokens, request.prefixes
-    check_tokens(request.prompt_ids, limit, vocab_size, max_positions)
+    check_tokens(request.prompt_ids, limit, vocab_size, context)
     if request.n < 1:
         raise EngineError(f"a generation request asks for {request.n} rollouts; ask for at least 1")
     if prefixes and len(prefixes) != request.n:
@@ -186,18 +189,25 @@ def check_request(request: GenerationRequest, vocab_size: int, max_positions: in
                 f"a prefix has {length} tokens, {len(prefix.logprobs)} log-probabilities and "
                 f"{len(prefix.versions)} versions; it needs as many of each, and at most {limit}"
             )
-        check_tokens(request.prompt_ids + prefix.token_ids, 0, vocab_size, max_positions)
+        check_tokens(request.prompt_ids + prefix.token_ids, 0, vocab_size, context)
 
 
-def check_tokens(token_ids: tuple[int, ...], more: int, vocab_size: int, max_positions: int) -> None:
-    """Raise EngineError when a policy cannot take these tokens and `more` new ones."""
+def check_tokens(token_ids: tuple[int, ...], more: int, vocab_size: int, context: int) -> None:
+    """Raise EngineError when an engine cannot take these tokens and `more` new ones."""
     if not token_ids:
         raise EngineError("a prompt is empty; a policy needs at least one token to begin with")
     if min(token_ids) < 0 or max(token_ids) >= vocab_size:
         bad = next(token for token in token_ids if not 0 <= token < vocab_size)
         raise EngineError(f"token id {bad} is outside the vocabulary of {vocab_size}")
-    if len(token_ids) + more > max_positions:
+    if len(token_ids) + more > context:
         raise EngineError(
-            f"{len(token_ids)} tokens plus {more} new ones exceed the {max_positions} positions of this "
-            "policy; lower max_new_tokens"
+            f"{len(token_ids)} tokens plus {more} new ones exceed the {context} positions of this engine; "
+            "lower max_new_tokens"
         )
+
+
+def broken_weights(policy_version: int) -> EngineError:
+    """The error for logits that are no numbers."""
+    return EngineError(
+        f"version {policy_version} gives logits that are NaN or infinite; load an earlier checkpoint"
+    )

@@ -31,12 +31,19 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import DynamicCache
 
-from node.rollout.engine.base import EngineError, Generation, GenerationRequest, Prefix, check_request
+from node.rollout.engine.base import (
+    EngineError,
+    Generation,
+    GenerationRequest,
+    Prefix,
+    broken_weights,
+    check_request,
+)
 from node.rollout.engine.sampling import sample_tokens
 from node.rollout.policy import Policy
 from protocol.messages import FinishReason, Rollout
 
-__all__ = ["ContinuousBatch", "Forward", "WeightsChanged", "broken_weights", "left_padded"]
+__all__ = ["ContinuousBatch", "Forward", "WeightsChanged", "left_padded"]
 
 _NOTHING = Prefix((), (), ())
 JOIN_SHARE = 2
@@ -445,10 +452,3 @@ def left_padded(
         ids_PL[place, width - len(sequence) :] = sequence
         mask_PL[place, width - len(sequence) :] = 1
     return torch.from_numpy(ids_PL).to(device), torch.from_numpy(mask_PL).to(device)
-
-
-def broken_weights(policy_version: int) -> EngineError:
-    """The error for logits that are no numbers."""
-    return EngineError(
-        f"version {policy_version} gives logits that are NaN or infinite; load an earlier checkpoint"
-    )

@@ -52,6 +52,10 @@ class FallbackEngine(Engine):
         return self.current.dtype
 
     @property
+    def context(self) -> int:  # type: ignore[override]
+        return self.current.context
+
+    @property
     def policy_version(self) -> int:
         return self.current.policy_version
 
@@ -132,6 +136,7 @@ class _Generation(Generation):
         self._tickets: dict[int, int] = {}
         """Ours by the engine's."""
         self._sampled_before = 0
+        self._closed = False
         self._engine = owner.current
         self._inner = self._engine.open(greedy=greedy)
 
@@ -168,6 +173,7 @@ class _Generation(Generation):
         return self._sampled_before + self._inner.sampled
 
     def close(self) -> None:
+        self._closed = True
         self._inner.close()
 
     def _moved(self, error: EngineError) -> bool:
@@ -181,4 +187,6 @@ class _Generation(Generation):
         self._inner = self._engine.open(greedy=self._greedy)
         theirs = self._inner.start(list(self._requests.values()))
         self._tickets = dict(zip(theirs, self._requests, strict=True))
+        if self._closed:  # meanwhile, when it was still the other one
+            self._inner.close()
         return True

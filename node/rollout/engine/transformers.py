@@ -22,8 +22,15 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from node.rollout.adapter import AdapterSpec, adapter_tensors, wrap
-from node.rollout.engine.base import Engine, EngineError, Generation, TokenSequence, check_tokens
-from node.rollout.engine.continuous import ContinuousBatch, WeightsChanged, broken_weights
+from node.rollout.engine.base import (
+    Engine,
+    EngineError,
+    Generation,
+    TokenSequence,
+    broken_weights,
+    check_tokens,
+)
+from node.rollout.engine.continuous import ContinuousBatch, WeightsChanged
 from node.rollout.policy import Policy
 
 __all__ = ["TransformersEngine"]
@@ -49,6 +56,7 @@ class TransformersEngine(Engine):
         max_batch_tokens: int = 16_384,
     ) -> None:
         self.dtype = dtype
+        self.context = policy.max_positions
         self._policy = policy
         self._device = torch.device(device)
         self._model: torch.nn.Module = policy.load_model(device, dtype)
@@ -223,4 +231,4 @@ class TransformersEngine(Engine):
                 self._turns.notify_all()
 
     def _check_tokens(self, token_ids: tuple[int, ...]) -> None:
-        check_tokens(token_ids, 0, self._policy.vocab_size, self._policy.max_positions)
+        check_tokens(token_ids, 0, self._policy.vocab_size, self.context)

@@ -15,6 +15,7 @@ version. With an adapter, `continue` ends a rollout with the adapter it began wi
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import threading
 import time
@@ -29,13 +30,22 @@ from torch import Tensor
 from node.config import VllmConfig
 from node.rollout.adapter import AdapterSpec
 from node.rollout.engine._vllm_adapters import Adapter, AdapterFolders, lora_arguments
-from node.rollout.engine._vllm_generation import VllmGeneration, broken_weights
+from node.rollout.engine._vllm_generation import VllmGeneration
 from node.rollout.engine._vllm_life import SCORERS, Life
 from node.rollout.engine._vllm_patch import Mirror, TensorPatch, WeightsDoNotFit
 from node.rollout.engine._vllm_process import EngineDied, VllmProcess, require_vllm, together
-from node.rollout.engine.base import Engine, EngineError, Generation, GenerationRequest, TokenSequence
+from node.rollout.engine.base import (
+    Engine,
+    EngineError,
+    Generation,
+    GenerationRequest,
+    TokenSequence,
+    broken_weights,
+    check_request,
+    check_tokens,
+)
 from node.rollout.policy import Policy
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, ModelError
 
 __all__ = ["VllmEngine"]
 
@@ -43,7 +53,10 @@ Result = TypeVar("Result")
 logger = logging.getLogger(__name__)
 
 BACKOFF_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
-"""Waits before the first, second ... start in a row; a success in between begins again at the first."""
+"""Waits before a start, by how many deaths count."""
+DEATHS_COUNT_S = 3600.0
+"""How long one does. A success would be too little to forget it for: one request may kill every process, and
+others succeed in between."""
 MAX_TEMPERATURE = 2.0
 """vLLM's own limit."""
 CPU_BLOCK = 32
@@ -54,8 +67,9 @@ GPU_MEMORY_SHARE = 0.4
 
 class VllmEngine(Engine):
     """Blocks in the constructor until the model is loaded. `sleeps` prepares vLLM for giving a GPU's memory
-    away in `sleep`. Raises ConfigError without vLLM, ModelError for a folder that it cannot use, EngineError
-    when it cannot be started."""
+    away in `sleep`. Random numbers come from the process, whose seed is made of `seed`, the version and how
+    many were started before it. Raises ConfigError without vLLM, ModelError for a folder that it cannot use,
+    EngineError when it cannot be started."""
 
     name = "vllm"
 
@@ -86,21 +100,30 @@ class VllmEngine(Engine):
         self._seed = seed
         self._notice = notice or _log_notice
         self._version = policy_version
-        self._context = min(policy.max_positions, settings.max_context)
+        self.context = min(policy.max_positions, settings.max_context)
         shapes = policy.tensor_shapes()
         self._mirror = Mirror(shapes, getattr(torch, settings.dtype))
         self._folders = None if adapter is None else AdapterFolders(adapter, policy.path, shapes)
         self._life: Life | None = None
         self._life_lock = threading.RLock()
         self._exclusive = threading.Lock()
-        """Held by `update` and by `logprobs`: scores are of one version."""
+        """Held by whatever stops generation or lets it go on, and by `logprobs`: nothing enters while weights
+        change, and scores are of one version. Taken before the lock of the life, never after."""
         self._awake = threading.Event()
         """Set while scoring is possible."""
         self._awake.set()
         self._paused = False
         self._closing = threading.Event()
-        self._deaths = 0
+        self.lost = False
+        """No process runs and none will be started any more; every call raises EngineError."""
+        self._lives = 0
+        """Processes that were started, or nearly."""
+        self._deaths: list[float] = []
+        """When, on the monotonic clock."""
+        self._refused = False
+        """The last process did not take the weights of an update, whole."""
         self._cause = ""
+        self._tell_of_lower_context()
         try:
             self._living()
         except BaseException:
@@ -131,8 +154,8 @@ class VllmEngine(Engine):
     def logprobs(self, sequences: Sequence[TokenSequence]) -> list[NDArray[np.float32]]:
         """As the interface says; waits while the engine sleeps."""
         for sequence in sequences:
-            self._check_tokens(sequence.prompt_ids, 0)
-            self._check_tokens(sequence.prompt_ids + sequence.token_ids, 0)
+            check_tokens(sequence.prompt_ids, 0, self._policy.vocab_size, self.context)
+            check_tokens(sequence.prompt_ids + sequence.token_ids, 0, self._policy.vocab_size, self.context)
         while True:
             self._awake.wait()
             with self._exclusive:
@@ -158,8 +181,9 @@ class VllmEngine(Engine):
             except WeightsDoNotFit as error:
                 raise EngineError(f"weights do not fit the engine: {error}") from None
             patches = self._mirror.changes(fitted)
-            self._attempt(lambda life: self._take(life, patches, fitted, policy_version))
-            self._mirror.commit(fitted, patches)
+            with self._life_lock:  # a process that another thread starts has the old weights or the new ones
+                self._attempt(lambda life: self._take(life, patches, fitted, policy_version))
+                self._mirror.commit(fitted, patches)
 
     def reload(self, state: Mapping[str, Tensor], policy_version: int) -> None:
         with self._exclusive:
@@ -170,7 +194,7 @@ class VllmEngine(Engine):
         self, life: Life, patches: list[TensorPatch], fitted: Mapping[str, Tensor], policy_version: int
     ) -> None:
         """Between two decoding steps. A patch that fails is followed at once by everything; when that fails
-        too, the process has weights that nobody knows, and ends."""
+        too, the process has weights that nobody knows, and ends. One more process may try."""
         began_s = time.monotonic()
         await life.wake(weights_only=True)
         await life.halt(stop=self.in_flight == "recycle", recompute=self.in_flight == "recompute")
@@ -186,7 +210,12 @@ class VllmEngine(Engine):
             raise
         except Exception as error:
             life.process.kill()
-            raise EngineError(f"the engine does not take version {policy_version}: {error}") from error
+            cause = f"the engine does not take version {policy_version}: {error}"
+            if self._refused:
+                raise self._give_up(cause) from error
+            self._refused = True
+            raise EngineDied(cause) from error
+        self._refused = False
         self._version = policy_version
         await life.go_on(enter=not self._paused)
         self.update_stall_s = time.monotonic() - began_s
@@ -198,11 +227,12 @@ class VllmEngine(Engine):
         except ValueError as error:
             raise EngineError(f"weights do not fit the engine: {error}") from None
         try:
-            self._attempt(lambda life: self._take_adapter(life, adapter))
+            with self._life_lock:  # as in `update`
+                self._attempt(lambda life: self._take_adapter(life, adapter))
+                folders.newest = adapter
         except BaseException:
             adapter.remove()
             raise
-        folders.newest = adapter
         self.patch_bytes = sum(tensor.nbytes for tensor in state.values())
 
     async def _take_adapter(self, life: Life, adapter: Adapter) -> None:
@@ -219,18 +249,20 @@ class VllmEngine(Engine):
 
     def pause(self) -> None:
         """As the interface says. Rollouts stop and keep their tokens; scoring goes on."""
-        self._paused = True
-        self._attempt(_rest)
+        with self._exclusive:
+            self._paused = True
+            self._attempt(_rest)
 
     def resume(self) -> None:
-        self._paused = False
-        self._attempt(lambda life: life.go_on(enter=True))
+        with self._exclusive:
+            self._paused = False
+            self._attempt(lambda life: life.go_on(enter=True))
 
     def sleep(self) -> None:
         """As the interface says, for an engine opened with `sleeps` on a GPU; otherwise a pause. Scoring
         waits; an update takes the memory of the weights back, not that of the cache."""
-        self._awake.clear()
         with self._exclusive:
+            self._awake.clear()
             self._paused = True
             try:
                 self._attempt(self._lie_down)
@@ -244,9 +276,10 @@ class VllmEngine(Engine):
             await life.sleep()
 
     def wake(self) -> None:
-        self._paused = False
-        self._attempt(_rise)
-        self._awake.set()
+        with self._exclusive:
+            self._paused = False
+            self._attempt(_rise)
+            self._awake.set()
 
     def close(self) -> None:
         self._closing.set()
@@ -254,6 +287,8 @@ class VllmEngine(Engine):
         life = self._life
         if life is not None:
             life.process.close()
+        with self._life_lock:
+            pass  # a start under way ends soon, as it hears of this, and closes its process
         if self._folders is not None:
             self._folders.close()
 
@@ -264,41 +299,52 @@ class VllmEngine(Engine):
         while True:
             life = self._living()
             try:
-                result = life.process.run(work(life))
+                return life.process.run(work(life))
             except EngineDied as error:
                 self._bury(life, str(error))
-            else:
-                self._deaths = 0
-                return result
 
     def _living(self) -> Life:
         """The running process, or a new one. Raises EngineError when closed or after too many deaths."""
         with self._life_lock:
-            if self._closing.is_set():
-                raise EngineError("the engine is closed")
+            self._raise_if_closed()
+            if self.lost:
+                raise EngineError(self._cause)
             if self._life is not None and self._life.process.dead:
                 self._bury(self._life, self._life.process.obituary())
             while self._life is None:
-                if self._deaths > self._settings.max_restarts:
-                    raise EngineError(f"vLLM was started {self._deaths} times in a row; {self._cause}")
-                self._closing.wait(BACKOFF_S[min(self._deaths, len(BACKOFF_S) - 1)])
-                if self._closing.is_set():
-                    raise EngineError("the engine is closed")
+                deaths = len(self._deaths)
+                if deaths > self._settings.max_restarts:
+                    raise self._give_up(f"vLLM ended or did not start {deaths} times; {self._cause}")
+                self._closing.wait(BACKOFF_S[min(deaths, len(BACKOFF_S) - 1)])
+                self._raise_if_closed()
                 try:
                     self._life = self._born()
-                except EngineDied as error:
-                    if self._deaths == 0 and not self._cause:
+                except (EngineDied, ModelError) as error:
+                    if self._lives == 1:
                         raise  # the very first start: nothing to recover
-                    self._deaths += 1
+                    self._raise_if_closed()
+                    self._deaths.append(time.monotonic())
                     self._cause = str(error)
+            if self._closing.is_set():  # meanwhile; `close` may have seen no process
+                self._life.process.close()
+            self._raise_if_closed()
             return self._life
+
+    def _raise_if_closed(self) -> None:
+        if self._closing.is_set():
+            raise EngineError("the engine is closed")
+
+    def _give_up(self, cause: str) -> EngineError:
+        self.lost, self._cause = True, cause
+        return EngineError(cause)
 
     def _bury(self, life: Life, cause: str) -> None:
         with self._life_lock:
             if self._life is not life or self._closing.is_set():
                 return
             self._life = None
-            self._deaths += 1
+            now_s = time.monotonic()
+            self._deaths = [at_s for at_s in self._deaths if now_s - at_s < DEATHS_COUNT_S] + [now_s]
             self._cause = cause
             self._notice("warning", f"{cause}; it is started again with version {self._version}")
             life.process.close()
@@ -306,11 +352,13 @@ class VllmEngine(Engine):
     def _born(self) -> Life:
         """A process with the current weights. Raises EngineDied, ModelError, ConfigError."""
         settings = self._settings
+        self._lives += 1
         process = VllmProcess(
             self._arguments,
             start_timeout_s=settings.start_timeout_s,
             deadline_s=settings.deadline_s,
             notice=self._notice,
+            closing=self._closing,
         )
         life = Life(process, settings.max_concurrent, self._version)
         try:
@@ -324,13 +372,17 @@ class VllmEngine(Engine):
         await life.engine.get_supported_tasks()  # once; requests then enter without a wait
         held = self._mirror.held()
         adapter = None if self._folders is None else self._folders.newest
-        if held is not None:
-            await life.patch(self._mirror.everything(held), self._version, self.dtype, whole=True)
-            self._mirror.remember()
-        elif adapter is not None:
-            await life.adapt(adapter)
-        else:
-            await life.label(self._version)
+        try:
+            if held is not None:
+                await life.patch(self._mirror.everything(held), self._version, self.dtype, whole=True)
+                self._mirror.remember()
+            elif adapter is not None:
+                await life.adapt(adapter)
+            else:
+                await life.label(self._version)
+        except Exception as error:
+            life.process.raise_if_dead()
+            raise EngineDied(f"a new engine does not take version {self._version}: {error}") from error
         if not self._paused:
             life.gate.set()
 
@@ -365,9 +417,9 @@ class VllmEngine(Engine):
             "load_format": "safetensors",
             "use_tqdm_on_load": False,
             "dtype": settings.dtype,
-            "seed": self._seed % 2**31,
+            "seed": self._process_seed(),
             # One more than is ever computed: vLLM scores a sequence only where one more token would fit.
-            "max_model_len": self._context + 1,
+            "max_model_len": self.context + 1,
             "max_num_seqs": settings.max_concurrent + SCORERS,
             "logprobs_mode": "processed_logprobs",
             "max_logprobs": -1,
@@ -375,42 +427,29 @@ class VllmEngine(Engine):
             "disable_log_stats": True,
         }
 
+    def _process_seed(self) -> int:
+        """31 bits; another one after every death, so that nothing is drawn twice."""
+        text = f"{self._seed}/{self._version}/{self._lives}"
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4]) >> 1
+
     # --- what fits -----------------------------------------------------------------------------------------
 
+    def _tell_of_lower_context(self) -> None:
+        """Where somebody chose it."""
+        chosen = self._settings.max_context
+        if self.context < chosen != VllmConfig.model_fields["max_context"].default:
+            self._notice(
+                "info",
+                f"vllm.max_context {chosen} is more than the {self.context} positions of "
+                f"{self._policy.path}; {self.context} are used",
+            )
+
     def _check_request(self, request: GenerationRequest) -> None:
-        limit = request.sampling.max_new_tokens
-        self._check_tokens(request.prompt_ids, limit)
-        if request.n < 1:
-            raise EngineError(f"a generation request asks for {request.n} rollouts; ask for at least 1")
+        check_request(request, self._policy.vocab_size, self.context)
         if request.sampling.temperature > MAX_TEMPERATURE:
             raise EngineError(
                 f"temperature {request.sampling.temperature:g} is too high for vLLM, which allows "
                 f"{MAX_TEMPERATURE:g} at most; set rollout.engine to 'transformers' for more"
-            )
-        if request.prefixes and len(request.prefixes) != request.n:
-            raise EngineError(
-                f"a generation request has {len(request.prefixes)} prefixes for {request.n} rollouts; give "
-                "one for each, or none"
-            )
-        for prefix in request.prefixes:
-            if not len(prefix.token_ids) == len(prefix.logprobs) == len(prefix.versions) <= limit:
-                raise EngineError(
-                    f"a prefix has {len(prefix.token_ids)} tokens, {len(prefix.logprobs)} log-probabilities "
-                    f"and {len(prefix.versions)} versions; equally many are needed, at most {limit}"
-                )
-            if prefix.token_ids:
-                self._check_tokens(prefix.token_ids, 0)
-
-    def _check_tokens(self, token_ids: tuple[int, ...], more: int) -> None:
-        if not token_ids:
-            raise EngineError("a prompt is empty; a policy needs at least one token to begin with")
-        if min(token_ids) < 0 or max(token_ids) >= self._policy.vocab_size:
-            bad = next(token for token in token_ids if not 0 <= token < self._policy.vocab_size)
-            raise EngineError(f"token id {bad} is outside the vocabulary of {self._policy.vocab_size}")
-        if len(token_ids) + more > self._context:
-            raise EngineError(
-                f"{len(token_ids)} tokens plus {more} new ones exceed the {self._context} positions of this "
-                "engine; lower max_new_tokens, or raise vllm.max_context up to what the policy has"
             )
 
 

@@ -37,7 +37,7 @@ def drawn(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def test_without_peft_one_sentence_says_what_to_do(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ConfigError, match="PEFT is not installed"):
+    with pytest.raises(ConfigError, match=r"PEFT is not installed; pip install 'murmuration\[node\]'"):
         wrap(policy.load_model(), SPEC)
 
 

@@ -300,7 +300,7 @@ def test_a_prompt_that_does_not_fit_the_policy_is_skipped_and_told(
         assert all(len(each.group.question) == 6 for each in own)
         notices = bench.of(Notice)
         assert len(notices) <= 1
-        assert all(f"of the policy's {policy.max_positions} tokens" in notice.text for notice in notices)
+        assert all(f"of the engine's {policy.max_positions} tokens" in notice.text for notice in notices)
 
     bench(test, environment=Long())
 
@@ -315,6 +315,20 @@ def test_a_prompt_that_does_not_fit_the_policy_is_skipped_and_told(
         assert bench.gauge.status().waiting_for == "the next window"
 
     bench(nothing_fits, environment=Endless(), window_ms=60_000)
+
+
+def test_a_prompt_that_does_not_fit_the_engine_is_skipped_and_told(
+    bench: Callable[..., None], engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine may take less than the policy has."""
+    monkeypatch.setattr(engine, "context", 8)
+
+    async def test(bench: Bench) -> None:
+        await asyncio.sleep(20)
+        assert bench.out.empty()
+        assert "of the engine's 8 tokens" in bench.of(Notice)[0].text
+
+    bench(test)
 
 
 def test_the_same_seed_makes_the_same_groups(bench: Callable[..., None]) -> None:

@@ -20,7 +20,15 @@ from node.rollout.engine.base import GenerationRequest, TokenSequence
 from node.rollout.engine.transformers import TransformersEngine
 from node.rollout.policy import Policy
 from node.train.batch import TrainingBatch, collate
-from node.train.checkpoint import checkpoints_of, load_checkpoint, prune, read_state, resume, save_checkpoint
+from node.train.checkpoint import (
+    checkpoints_of,
+    load_checkpoint,
+    prune,
+    read_state,
+    restore,
+    resume,
+    save_checkpoint,
+)
 from node.train.settings import TrainSettings
 from node.train.step import Trainer
 from protocol.errors import ConfigError, ModelError
@@ -266,6 +274,66 @@ def test_pruning_keeps_the_newest_and_what_is_not_ours(
         (tmp_path / name).mkdir()
     prune(tmp_path, policy.base_model, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "v100", "v20", "v3"]
+
+
+class Killed(BaseException):
+    """The process ended here: nothing is caught, nothing is cleaned up."""
+
+
+def kill_at_rename(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """End the process before its rename of this number, counted from 1."""
+    rename, renamed = Path.rename, []
+
+    def counted(path: Path, target: Path) -> Path:
+        renamed.append(path)
+        if len(renamed) == number:
+            raise Killed
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", counted)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_kill_while_one_is_replaced_loses_neither(
+    policy: Policy, batch: TrainingBatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Before the first of the two renames both are there, before the second none has its name."""
+    trainer = Trainer(policy, SETTINGS)
+    make_checkpoints(trainer, tmp_path, 5)
+    trainer.skipped_steps = 1
+    kill_at_rename(monkeypatch, number)
+    with pytest.raises(Killed):
+        make_checkpoints(trainer, tmp_path, 5)
+    monkeypatch.undo()
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == ({"v5", ".v5.writing"} if number == 1 else {".v5.old", ".v5.writing"})
+
+    restore(tmp_path)
+    assert read_state(tmp_path / "v5").skipped_steps == (0 if number == 1 else 1)
+    again = Trainer(policy, SETTINGS)
+    resume(again, TransformersEngine(policy), tmp_path)
+    assert again.policy_version == 5
+    prune(tmp_path, policy.base_model, keep=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["v5"]
+
+
+@pytest.mark.parametrize("suffix", [".old", ".writing"])
+def test_what_is_complete_under_another_name_is_never_removed(
+    policy: Policy, tmp_path: Path, suffix: str
+) -> None:
+    trainer = Trainer(policy, SETTINGS)
+    for act in (
+        lambda: prune(tmp_path, policy.base_model, keep=2),
+        lambda: make_checkpoints(trainer, tmp_path, 7),
+    ):
+        make_checkpoints(trainer, tmp_path, 5)
+        (tmp_path / "v5").rename(tmp_path / f".v5{suffix}")
+        (tmp_path / ".v6.writing").mkdir()
+        (tmp_path / ".v6.writing" / "trainer.json").write_bytes(b"{")
+        act()
+        restore(tmp_path)
+        assert read_state(tmp_path / "v5").policy_version == 5
+        assert not (tmp_path / "v6").exists()
 
 
 def test_a_trainer_goes_on_from_the_newest_checkpoint_that_can_be_read(

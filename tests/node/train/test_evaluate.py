@@ -11,8 +11,12 @@ from numpy.typing import NDArray
 from node.rollout.engine.base import Engine, Generation, GenerationRequest, TokenSequence
 from node.rollout.environment import Completion, Prompt
 from node.rollout.policy import Policy
-from node.train.evaluate import evaluate
+from node.rollout.prompts import Universe
+from node.train.evaluate import HeldOut, evaluate
+from protocol.charter import swarm_id
+from protocol.errors import ModelError
 from protocol.messages import FinishReason, Rollout
+from tests.node.toy import TASK, ToyEnvironment, make_charter
 
 
 class ScriptedEngine(Engine):
@@ -84,3 +88,21 @@ def test_accuracy_per_task(policy: Policy) -> None:
 def test_no_prompts(policy: Policy) -> None:
     with pytest.raises(ValueError, match="at least one prompt"):
         evaluate(ScriptedEngine(), policy, [], lambda prompt, completion: 1.0, max_new_tokens=4)
+
+
+def test_held_out_prompts_are_those_that_the_engine_has_room_for(policy: Policy) -> None:
+    def held_out(context: int) -> HeldOut:
+        engine = ScriptedEngine()
+        engine.context = context
+        charter = make_charter([policy], 0)
+        universe = Universe(swarm_id(charter), charter, {TASK: ToyEnvironment()})
+        return HeldOut(
+            engine, policy, universe, lambda prompt, completion: 1.0, per_task=3, max_new_tokens=100
+        )
+
+    prompts = held_out(128).prompts()
+    assert len(prompts) == 3
+    tokens = max(len(policy.encode_prompt(prompt.text)) for prompt in prompts)
+    assert held_out(100 + tokens).prompts() == prompts
+    with pytest.raises(ModelError, match="an answer of 100 tokens within the 101 that the engine takes"):
+        held_out(101).prompts()

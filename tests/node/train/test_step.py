@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from node.rollout.adapter import AdapterSpec
+from node.rollout.engine.base import TokenSequence
 from node.rollout.policy import Policy
+from node.train import step
 from node.train.batch import TrainingBatch, collate
 from node.train.objectives import PpoClip
 from node.train.settings import TrainSettings, Treatment
@@ -210,7 +212,6 @@ def test_source_shares(policy: Policy, batch: TrainingBatch) -> None:
 
 def test_on_policy_has_full_effective_size(policy: Policy, make_training_group: Make) -> None:
     """mu taken from the trainer's own forward pass: ratios of one."""
-    from node.rollout.engine.base import TokenSequence
     from node.rollout.engine.transformers import TransformersEngine
 
     group = make_training_group(seed=3)
@@ -245,7 +246,6 @@ def test_stored_logprobs_are_the_old_policy(policy: Policy, make_training_group:
 
 
 def test_logprobs_are_those_of_an_engine_with_the_same_weights(policy: Policy) -> None:
-    from node.rollout.engine.base import TokenSequence
     from node.rollout.engine.transformers import TransformersEngine
 
     sequences = [
@@ -322,12 +322,49 @@ def test_no_memory_for_one_rollout_is_an_error_that_leaves_every_byte(
     before = snapshot(trainer)
     tried = short_of_memory(trainer, 0)
     with pytest.raises(
-        OutOfMemoryError, match=r"no memory to train on one rollout of 1\d tokens; set policy"
+        OutOfMemoryError, match=r"no memory for a pass over one rollout of 1\d tokens; set policy"
     ):
         trainer.step(batch)
     assert tried[-1] == 1
     assert snapshot(trainer) == before
     assert trainer.policy_version == 1
+
+
+def test_scoring_halves_its_passes_too(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    sequences = [TokenSequence((2, 7, 3), tuple(range(5, 5 + length))) for length in (4, 9, 6, 12)]
+    trainer = Trainer(policy, SETTINGS)
+    expected = trainer.logprobs(sequences)
+    real, most, tried = step._completion_logprobs, [2], []
+
+    def limited(model: torch.nn.Module, tokens_BL: torch.Tensor, *rest: Any) -> Any:
+        tried.append(len(tokens_BL))
+        if len(tokens_BL) > most[0]:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(model, tokens_BL, *rest)
+
+    monkeypatch.setattr(step, "_completion_logprobs", limited)
+    for ours, theirs in zip(trainer.logprobs(sequences), expected, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-5)
+    assert tried == [4, 2, 2]
+    assert trainer.micro_batch_tokens == 30  # half of four rows of fifteen
+    most[0] = 0
+    with pytest.raises(OutOfMemoryError, match="no memory for a pass over one rollout of 15 tokens"):
+        trainer.logprobs(sequences)
+
+
+def test_no_memory_for_the_moments_is_one_sentence(
+    policy: Policy, batch: TrainingBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Trainer(policy, SETTINGS)
+
+    def full() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(trainer.optimiser, "step", full)
+    with pytest.raises(OutOfMemoryError, match="no memory for the trainer's weights and moments; set policy"):
+        trainer.step(batch)
+    assert (trainer.policy_version, trainer.updates) == (0, 0)
+    assert all(parameter.grad is None for parameter in trainer.model.parameters())
 
 
 # --- an adapter, and moments in 8 bits ---------------------------------------------------------------------

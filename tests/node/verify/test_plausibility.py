@@ -20,7 +20,8 @@ replace = msgspec.structs.replace
 class FlatEngine:
     """Every token has the same log-probability at T = 1."""
 
-    def __init__(self, logprob: float) -> None:
+    def __init__(self, logprob: float, context: int = 100) -> None:
+        self.context = context
         self.logprob = logprob
         self.calls: list[Sequence[TokenSequence]] = []
 
@@ -34,7 +35,6 @@ class HalfPolicy:
 
     tokenizer_digest = SHIFTED.digest
     vocab_size = 128
-    max_positions = 100
 
     def encode_prompt(self, question: str) -> list[int]:
         return [1, 2, 3]
@@ -97,18 +97,14 @@ def test_suspect_beyond_the_charters_gap_on_either_side(world, alice, claimed, l
     assert verdict.decision.value == ("suspect" if reason else "accept")
 
 
-@pytest.mark.parametrize(
-    ("token_ids", "max_positions"), [([7] * 41, 100), ([7] * 8, 10), ([128], 100), ([], 100)]
-)
-def test_what_the_local_engine_cannot_take_is_left_out(world, alice, token_ids, max_positions):
-    """41 tokens are more than 8 for each of the charter's 5; 3 of the prompt and 8 exceed 10 positions."""
+@pytest.mark.parametrize(("token_ids", "context"), [([7] * 41, 100), ([7] * 8, 10), ([128], 100), ([], 100)])
+def test_what_the_local_engine_cannot_take_is_left_out(world, alice, token_ids, context):
+    """41 tokens are more than 8 for each of the charter's 5; 3 of the prompt and 8 exceed a context of 10."""
 
     class Awkward(HalfPolicy):
         def encode_completion(self, text: str, finished: bool) -> list[int]:
             return token_ids
 
-    policy = Awkward()
-    policy.max_positions = max_positions
-    engine = FlatEngine(-1.0)
-    assert check(world, policy, engine).gap_nats(item_of(world, flat_group(world, alice, -9.0))) == 0.0
+    engine = FlatEngine(-1.0, context)
+    assert check(world, Awkward(), engine).gap_nats(item_of(world, flat_group(world, alice, -9.0))) == 0.0
     assert engine.calls == []

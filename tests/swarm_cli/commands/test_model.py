@@ -1,4 +1,4 @@
-"""`swarm model get`: what is printed where, and how a refusal ends."""
+"""`swarm model get`: what is printed where, how a refusal ends, and which commands get what is missing."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from pathlib import Path
 
 import pytest
 
+import node.models
+from node.config import NodeConfig, load_config
 from node.paths import default_home
 from node.rollout.policy import Policy
+from protocol.errors import ConfigError
+from swarm_cli.commands.model import fetch_missing
 from tests.swarm_cli.conftest import Swarm
 
 
@@ -77,7 +81,7 @@ def test_a_bad_folder_is_one_sentence_and_leaves_nothing(
     said = ended.err.splitlines()[-1]  # after what made the folder
     assert said.startswith(f"swarm: {folder}")
     assert words in said
-    assert not list((default_home() / "models").iterdir())
+    assert [path.name for path in (default_home() / "models").iterdir()] == [".lock"]
 
 
 def test_unknown_names_and_missing_folders(swarm: Swarm) -> None:
@@ -89,7 +93,63 @@ def test_unknown_names_and_missing_folders(swarm: Swarm) -> None:
     assert "'./nosuch' is no folder here" in ended.err
 
 
-def test_a_run_names_the_command_that_gets_its_policy(swarm: Swarm) -> None:
-    ended = swarm("run", "--config", "smollm2-cpu.toml", "--set", "network.transport=none")
-    assert ended.code == 2
-    assert ended.err.splitlines()[-1].endswith("is not on this machine yet; swarm model get smollm2-135m")
+# --- getting what is missing -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def got(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Path]]:
+    """What `get_model` is asked for, and in which home."""
+    asked: list[tuple[str, Path]] = []
+    monkeypatch.setattr(
+        node.models, "get_model", lambda what, home, *_, **__: asked.append((what, home.root))
+    )
+    return asked
+
+
+def configured(path: str, home: Path) -> NodeConfig:
+    return load_config(overrides={"policy.path": path, "home": home})
+
+
+def test_a_known_policy_that_is_missing_is_got_into_the_home(
+    got: list[tuple[str, Path]], tmp_path: Path
+) -> None:
+    fetch_missing(configured("smollm2-135m", tmp_path))
+    assert got == [("smollm2-135m", tmp_path)]
+
+
+def test_a_policy_that_is_there_is_left_alone(got: list[tuple[str, Path]], tmp_path: Path) -> None:
+    (tmp_path / "models/smollm2-135m").mkdir(parents=True)
+    fetch_missing(configured("smollm2-135m", tmp_path))
+    fetch_missing(configured("models/starling", tmp_path))
+    assert got == []
+
+
+def test_a_policy_that_nobody_knows_is_refused(got: list[tuple[str, Path]], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"policy\.path 'smolm2' is no folder here"):
+        fetch_missing(configured("smolm2", tmp_path))
+    assert got == []
+
+
+@pytest.mark.parametrize(
+    ("module", "command"),
+    [
+        ("run", ("run",)),
+        ("join", ("join", "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWE4yAZKyCLhLjfCosqahHTJSwhwUzh3yK18juZTpLFP5j")),
+        ("bench", ("bench", "rollout", "--model", "models/starling")),
+    ],
+)
+def test_commands_that_need_a_policy_get_it_first(
+    swarm: Swarm, monkeypatch: pytest.MonkeyPatch, module: str, command: tuple[str, ...]
+) -> None:
+    def refuse(config: NodeConfig) -> None:
+        raise ConfigError(f"asked for {config.policy.path}")
+
+    monkeypatch.setattr(f"swarm_cli.commands.{module}.fetch_missing", refuse)
+    ended = swarm(*command, "--set", "policy.path=models/starling")
+    assert (ended.code, ended.out) == (2, "")
+    assert ended.err.splitlines()[-1] == "swarm: asked for models/starling"
+
+
+def test_a_dry_run_gets_nothing(swarm: Swarm, got: list[tuple[str, Path]]) -> None:
+    assert swarm("run", "--dry-run", "--set", "policy.path=smollm2-135m").code == 0
+    assert got == []

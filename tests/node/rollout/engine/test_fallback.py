@@ -131,6 +131,15 @@ def test_what_is_in_flight_is_begun_anew_under_the_same_tickets(
     generation.close()
 
 
+def test_a_closed_generation_stays_closed_on_the_other_one(engine: FallbackEngine, mortal: Mortal) -> None:
+    generation = engine.open()
+    generation.start(REQUESTS)
+    generation.close()
+    mortal.dead = True
+    assert generation.wait() == []
+    assert (generation.in_flight, generation.sampled) == (0, 0)
+
+
 def test_a_closed_engine_is_not_replaced(engine: FallbackEngine, mortal: Mortal, errors: list[str]) -> None:
     engine.close()
     mortal.dead = True
