@@ -28,6 +28,7 @@ def swarm(*arguments: str | Path) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
 
@@ -74,9 +75,10 @@ def test_ctrl_c_ends_a_node_with_rollouts_under_way(tmp_path: Path) -> None:
     )  # fmt: skip
     await_step(home / "runs/latest/metrics.jsonl", process)
     children = psutil.Process(process.pid).children(recursive=True)
-    process.send_signal(signal.SIGINT)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal sends it: to all of its processes
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
+    assert "it is started again" not in err
     assert err.endswith("swarm: interrupted\n")
     assert not [child for child in psutil.wait_procs(children, timeout=15)[1] if child.is_running()]
     assert list((home / "runs/latest/checkpoints").glob("v*"))

@@ -25,6 +25,7 @@ import warnings
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -132,6 +133,10 @@ class VllmProcess:
     # --- the thread ----------------------------------------------------------------------------------------
 
     def _serve(self, ready: Future[None]) -> None:
+        # A terminal sends Ctrl-C to all of its processes; when this one ends is our decision. What is started
+        # from this thread inherits the mask, which the start of Python's resource tracker would undo.
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         asyncio.set_event_loop(self.loop)
         try:
             self.loop.run_until_complete(self._open())
