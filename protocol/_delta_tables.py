@@ -8,12 +8,13 @@ divisions and multiplications, which IEEE 754 defines to the bit: the same model
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import constriction  # type: ignore[import-untyped]
 import numpy as np
 
-from protocol._delta_kernels import I32, I64, U8, U32
+from protocol._delta_kernels import I32, I64, U8, U32, to_symbols
 from protocol.errors import DecodeError
 
 __all__ = ["CLASSES", "GAP", "STEP", "Alphabet", "Reader", "binary_model", "varint"]
@@ -86,18 +87,26 @@ class Alphabet:
         self._exact, self._classes, self._counts = exact, classes, counts
         self.lowest: U32 = np.array(exact + [_lowest(c) for c in classes], dtype=np.uint32)
         self.extra: U8 = np.array([0] * len(exact) + [_extra(c) for c in classes], dtype=np.uint8)
-        self.exact_symbols: I32 = np.full(exact[-1] + 1 if exact else 0, -1, dtype=np.int32)
-        self.exact_symbols[exact] = np.arange(len(exact), dtype=np.int32)
-        self.class_symbols: I32 = np.full(CLASSES, -1, dtype=np.int32)
-        self.class_symbols[classes] = np.arange(len(exact), len(exact) + len(classes), dtype=np.int32)
         self.size = len(counts)
-        self._model: Any = None
 
-    @property
+    @functools.cached_property
     def model(self) -> Any:
-        if self._model is None:
-            self._model = _categorical(self._counts)
-        return self._model
+        return _categorical(self._counts)
+
+    def symbols(self, values: U32) -> I32:
+        exact, by_class = self._lookup
+        symbols = np.empty(values.size, dtype=np.int32)
+        to_symbols(values, exact, by_class, symbols)
+        return symbols
+
+    @functools.cached_property
+    def _lookup(self) -> tuple[I32, I32]:
+        """Only the writer needs these; a reader would give half a megabyte for a few bytes of a stranger."""
+        exact: I32 = np.full(self._exact[-1] + 1 if self._exact else 0, -1, dtype=np.int32)
+        exact[self._exact] = np.arange(len(self._exact), dtype=np.int32)
+        by_class: I32 = np.full(CLASSES, -1, dtype=np.int32)
+        by_class[self._classes] = np.arange(len(self._exact), self.size, dtype=np.int32)
+        return exact, by_class
 
     @classmethod
     def fitted(cls, histogram: I64) -> Alphabet:

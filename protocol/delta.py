@@ -19,10 +19,11 @@ constriction): nothing else in `protocol` may import this module.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, TypeVar
 
 import constriction  # type: ignore[import-untyped]
 import numpy as np
@@ -45,6 +46,16 @@ SEGMENT_VALUES = 1 << 22
 
 DENSE = 10
 """Flags instead of gaps where more than one in so many values changes. Changing breaks: every delta."""
+
+
+KEPT_BYTES = 1 << 24
+"""Changes that the writer keeps between its two passes, 8 bytes each."""
+
+_Undo = list[tuple[U16, U32 | slice, U16]]
+"""Where in which tensor which values were."""
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 class _Kind(IntEnum):
@@ -80,9 +91,15 @@ def read_header(data: bytes) -> DeltaHeader:
 
 
 def encode(
-    base: Weights, new: Weights, *, base_digest: Digest | None = None, new_digest: Digest | None = None
+    base: Weights,
+    new: Weights,
+    *,
+    base_digest: Digest | None = None,
+    new_digest: Digest | None = None,
+    threads: int = 1,
 ) -> bytes:
-    """The delta from `base` to `new`. Digests are computed unless the caller knows them from a chain."""
+    """The delta from `base` to `new`, the same bytes for any number of threads. Digests are computed unless
+    the caller knows them from a chain."""
     if base.keys() != new.keys() or any(base[name].shape != new[name].shape for name in base):
         raise LocalProtocolError("delta between weight sets of different names or shapes")
     names = sorted(base)
@@ -109,7 +126,9 @@ def encode(
     segments = _segments(kinds, [old.size for old, _ in pairs])
     body: list[bytes] = []
     if segments:
-        tables, body = _encode_segments([[pairs[k] for k in members] for members in segments])
+        tables, body = _encode_segments(
+            [[(pairs[k][0][part], pairs[k][1][part]) for k, part in pieces] for pieces in segments], threads
+        )
         head += tables + b"".join(varint(len(part)) for part in body)
     raw = [pairs[k][1].astype("<u2").tobytes() for k, kind in enumerate(kinds) if kind == _Kind.RAW]
     return b"".join([head, *body, *raw])
@@ -147,21 +166,20 @@ def _changes_of(pairs: list[tuple[U16, U16]]) -> _Changes:
     return _Changes(sizes, counts, gaps, ordered)
 
 
-def _encode_segments(segments: list[list[tuple[U16, U16]]]) -> tuple[bytes, list[bytes]]:
+def _encode_segments(segments: list[list[tuple[U16, U16]]], threads: int) -> tuple[bytes, list[bytes]]:
     """Two passes: histograms of all segments, which make the tables, then symbols. Changes of the first pass
-    are kept as long as they take less memory than the largest tensor, and found again where not."""
-    spare = max(old.nbytes for pairs in segments for old, _ in pairs)
+    are kept up to `KEPT_BYTES`, and found again beyond."""
+    spare = KEPT_BYTES
     kept: list[_Changes | None] = []
     step_counts: dict[int, I64] = {}
     gap_counts: dict[int, I64] = {}
-    for pairs in segments:
-        changes = _changes_of(pairs)
+    every_class = Alphabet.fitted_to_classes(np.ones(CLASSES, dtype=np.int64))
+    for changes in _mapped(_changes_of, segments, threads):
         for e, part in changes.buckets():
             _add(step_counts, e, np.bincount(changes.steps[part]))
             count, size = int(changes.counts[e]), int(changes.sizes[e])
             if count * DENSE <= size:
-                classes = Alphabet.fitted_to_classes(np.ones(CLASSES, dtype=np.int64))
-                symbols = _symbols(changes.gaps[part], classes)
+                symbols = every_class.symbols(changes.gaps[part])
                 _add(gap_counts, _density(count, size), np.bincount(symbols, minlength=CLASSES))
         spare -= changes.gaps.nbytes + changes.steps.nbytes
         kept.append(changes if spare >= 0 else None)
@@ -174,10 +192,12 @@ def _encode_segments(segments: list[list[tuple[U16, U16]]]) -> tuple[bytes, list
     densities[list(gaps)] = 1
     tables = np.packbits(active).tobytes() + np.packbits(densities).tobytes()
     tables += b"".join(a.to_bytes() for a in (*steps.values(), *gaps.values()))
-    return tables, [
-        _encode_segment(changes or _changes_of(pairs), steps, gaps)
-        for pairs, changes in zip(segments, kept, strict=True)
-    ]
+
+    def encoded(segment: tuple[list[tuple[U16, U16]], _Changes | None]) -> bytes:
+        pairs, changes = segment
+        return _encode_segment(changes or _changes_of(pairs), steps, gaps)
+
+    return tables, list(_mapped(encoded, zip(segments, kept, strict=True), threads))
 
 
 def _encode_segment(changes: _Changes, steps: dict[int, Alphabet], gaps: dict[int, Alphabet]) -> bytes:
@@ -185,7 +205,7 @@ def _encode_segment(changes: _Changes, steps: dict[int, Alphabet], gaps: dict[in
     streams: list[tuple[U32, I32, Alphabet]] = []
 
     def put(values: U32, alphabet: Alphabet) -> None:
-        symbols = _symbols(values, alphabet)
+        symbols = alphabet.symbols(values)
         if alphabet.size > 1:
             encoder.encode(symbols, alphabet.model)
         streams.append((values, symbols, alphabet))
@@ -219,12 +239,6 @@ def _add(histograms: dict[int, I64], key: int, counts: I64) -> None:
         histograms[key] = longer
 
 
-def _symbols(values: U32, alphabet: Alphabet) -> I32:
-    symbols = np.empty(values.size, dtype=np.int32)
-    kernels.to_symbols(values, alphabet.exact_symbols, alphabet.class_symbols, symbols)
-    return symbols
-
-
 def _kind_of(old: U16, new: U16) -> _Kind:
     changed = int(np.count_nonzero(old != new))
     if changed == 0:
@@ -253,35 +267,42 @@ def _equal(pairs: list[tuple[U16, U16]], one: int, other: int) -> bool:
 # --- reading ------------------------------------------------------------------------------------------------
 
 
-def decode(base: Weights, data: bytes, *, base_digest: Digest | None = None) -> dict[str, U16]:
+def decode(
+    base: Weights, data: bytes, *, base_digest: Digest | None = None, threads: int = 1
+) -> dict[str, U16]:
     """The weights that `data` makes of `base`, which stays as it is. Raises `DecodeError` with the reason
     `delta_base` when the delta is for other weights, `delta_result` when what comes out is not what it names,
     and another one when the bytes break the format. `base_digest` is what the caller knows to be the hash."""
-    new = {name: array.copy() for name, array in base.items()}
-    apply(new, data, base_digest=base_digest or weights_digest(base))
+    have = base_digest or weights_digest(base)
+    new: dict[str, U16] = {}
+    for name, array in base.items():  # tied tensors stay tied
+        tie = next((other for other, seen in base.items() if other in new and seen is array), None)
+        new[name] = array.copy() if tie is None else new[tie]
+    _apply(new, data, have, threads, None)
     return new
 
 
-def apply(weights: Weights, data: bytes, *, base_digest: Digest | None = None) -> Digest:
+def apply(weights: Weights, data: bytes, *, base_digest: Digest | None = None, threads: int = 1) -> Digest:
     """`decode` in place: all or nothing, `weights` are put back when anything is wrong. Returns the hash of
     the result."""
-    reader = Reader(data)
-    header = _read_header(reader)
-    have = base_digest or weights_digest(weights)
-    if header.base != have:
-        raise DecodeError(f"delta is for weights {header.base}, not {have}", reason="delta_base")
-    undo: list[tuple[U16, U32 | slice, U16]] = []
+    undo: _Undo = []
     try:
-        _apply_body([_flat(name, weights[name]) for name in sorted(weights)], reader, undo)
-        result = weights_digest(weights)
-        if result != header.result:
-            raise DecodeError(
-                f"delta gives weights {result}, it names {header.result}", reason="delta_result"
-            )
+        return _apply(weights, data, base_digest or weights_digest(weights), threads, undo)
     except BaseException:
         for target, where, olds in reversed(undo):
             target[where] = olds
         raise
+
+
+def _apply(weights: Weights, data: bytes, have: Digest, threads: int, undo: _Undo | None) -> Digest:
+    reader = Reader(data)
+    header = _read_header(reader)
+    if header.base != have:
+        raise DecodeError(f"delta is for weights {header.base}, not {have}", reason="delta_base")
+    _apply_body([_flat(name, weights[name]) for name in sorted(weights)], reader, threads, undo)
+    result = weights_digest(weights)
+    if result != header.result:
+        raise DecodeError(f"delta gives weights {result}, it names {header.result}", reason="delta_result")
     return result
 
 
@@ -293,7 +314,7 @@ def _read_header(reader: Reader) -> DeltaHeader:
     return DeltaHeader(base, result)
 
 
-def _apply_body(tensors: list[U16], reader: Reader, undo: list[tuple[U16, U32 | slice, U16]]) -> None:
+def _apply_body(tensors: list[U16], reader: Reader, threads: int, undo: _Undo | None) -> None:
     count = reader.number(1 << 32, "the number of tensors")
     if count != len(tensors):
         raise DecodeError(f"delta of {count} tensors for {len(tensors)}", reason="delta_shape")
@@ -315,19 +336,26 @@ def _apply_body(tensors: list[U16], reader: Reader, undo: list[tuple[U16, U32 | 
     if segments:
         steps, gaps = _read_tables(reader)
         lengths = [reader.number(1 << 48, "the length of a segment") for _ in segments]
-        for members, length in zip(segments, lengths, strict=True):
-            part = Reader(reader.take(length, "a segment"))
-            _apply_segment([tensors[k] for k in members], part, steps, gaps, undo)
+        parts = [Reader(reader.take(length, "a segment")) for length in lengths]
+
+        def applied(segment: tuple[list[tuple[int, slice]], Reader]) -> None:
+            pieces, part = segment
+            _apply_segment([tensors[k][where] for k, where in pieces], part, steps, gaps, undo)
+
+        for _ in _mapped(applied, zip(segments, parts, strict=True), threads):
+            pass
     for k, kind in enumerate(kinds):
         if kind == _Kind.RAW:
             fresh = np.frombuffer(reader.take(2 * tensors[k].size, "a raw tensor"), dtype="<u2")
-            undo.append((tensors[k], slice(None), tensors[k].copy()))
+            if undo is not None:
+                undo.append((tensors[k], slice(None), tensors[k].copy()))
             tensors[k][:] = fresh
     if reader.left:
         raise DecodeError(f"{reader.left} bytes follow the delta", reason="delta_trailing")
     for k, source in ties:
         if tensors[k].ctypes.data != tensors[source].ctypes.data:  # shared memory has changed with its source
-            undo.append((tensors[k], slice(None), tensors[k].copy()))
+            if undo is not None:
+                undo.append((tensors[k], slice(None), tensors[k].copy()))
             tensors[k][:] = tensors[source]
 
 
@@ -343,7 +371,7 @@ def _apply_segment(
     reader: Reader,
     steps: dict[int, Alphabet],
     gaps: dict[int, Alphabet],
-    undo: list[tuple[U16, U32 | slice, U16]],
+    undo: _Undo | None,
 ) -> None:
     total_values = sum(tensor.size for tensor in tensors)
     counts = np.zeros(256, dtype=np.int64)
@@ -366,7 +394,8 @@ def _apply_segment(
         positions, olds = np.empty(room, dtype=np.uint32), np.empty(room, dtype=np.uint16)
         done = kernels.apply_changes(tensor, wanted, seen, nexts, ends, ranks, folded, positions, olds)
         noted = done if done >= 0 else -1 - done
-        undo.append((tensor, positions[:noted].copy(), olds[:noted].copy()))
+        if undo is not None:
+            undo.append((tensor, positions[:noted].copy(), olds[:noted].copy()))
         if done < 0:
             raise DecodeError("delta: a step leaves the 16 bits of a weight", reason="delta_bounds")
     if not np.array_equal(nexts, ends):
@@ -437,19 +466,30 @@ def _decoded(decoder: Any, model: Any, count: int) -> I32:
 # --- both ---------------------------------------------------------------------------------------------------
 
 
-def _segments(kinds: list[_Kind], sizes: list[int]) -> list[list[int]]:
-    """Coded tensors in runs; both sides derive them from kinds and sizes."""
-    segments: list[list[int]] = []
+def _segments(kinds: list[_Kind], sizes: list[int]) -> list[list[tuple[int, slice]]]:
+    """Coded tensors in runs of less than two segments' values, large ones in pieces; both sides derive them
+    from kinds and sizes."""
+    segments: list[list[tuple[int, slice]]] = []
     values = SEGMENT_VALUES
     for k, kind in enumerate(kinds):
         if kind != _Kind.CODED:
             continue
-        if values >= SEGMENT_VALUES:
-            segments.append([])
-            values = 0
-        segments[-1].append(k)
-        values += sizes[k]
+        for start in range(0, sizes[k], SEGMENT_VALUES):
+            if values >= SEGMENT_VALUES:
+                segments.append([])
+                values = 0
+            end = min(start + SEGMENT_VALUES, sizes[k])
+            segments[-1].append((k, slice(start, end)))
+            values += end - start
     return segments
+
+
+def _mapped(function: Callable[[T], R], items: Iterable[T], threads: int) -> Iterable[R]:
+    """`map`; with threads all are done, or the first error is raised after all have ended."""
+    if threads <= 1:
+        return map(function, items)
+    with ThreadPoolExecutor(threads, "delta") as pool:
+        return list(pool.map(function, items))
 
 
 def _density(count: int, size: int) -> int:
