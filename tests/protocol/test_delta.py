@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,7 +14,7 @@ from hypothesis.extra import numpy as hnp
 pytest.importorskip("constriction")
 pytest.importorskip("numba")
 
-from protocol import delta
+from protocol import _delta_segments, delta
 from protocol._delta_kernels import U16
 from protocol._delta_tables import varint
 from protocol.errors import DecodeError, LocalProtocolError, RemoteProtocolError
@@ -118,7 +121,7 @@ def test_segments_end_where_both_sides_say(monkeypatch: pytest.MonkeyPatch) -> N
     got = delta.decode(base, data, threads=3)
     for name in new:
         np.testing.assert_array_equal(got[name], new[name])
-    monkeypatch.setattr(delta, "KEPT_BYTES", 0)
+    monkeypatch.setattr(_delta_segments, "KEPT_BYTES", 0)
     assert delta.encode(base, new) == data
 
 
@@ -278,6 +281,16 @@ def test_more_changes_than_values_are_refused() -> None:
     assert refused(base, forged(base, tables + varint(len(segment)) + segment)) == "delta_result"
     segment = varint(11) + varint(0)
     assert refused(base, forged(base, tables + varint(len(segment)) + segment)) == "delta_bounds"
+
+
+def test_the_rest_of_protocol_does_without_the_extra() -> None:
+    """Base dependencies alone must import every other module: no numba, no range coder."""
+    for path in Path(delta.__file__).parent.glob("*.py"):
+        if "delta" not in path.name:
+            source = path.read_text(encoding="utf-8")
+            assert not re.search(r"^\s*(from|import) .*(delta|numba|constriction)", source, re.MULTILINE), (
+                path
+            )
 
 
 def test_our_own_mistakes_are_ours() -> None:
