@@ -7,6 +7,7 @@ steps. Not for tensors, names or hashes.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -171,7 +172,7 @@ def apply_segment(
     wanted = (counts > 0).astype(np.uint8)
     sizes = np.zeros(256, dtype=np.int64)
     for tensor in tensors:
-        kernels.count_buckets(tensor, wanted, sizes)
+        kernels.count_buckets(tensor, sizes)
     if (counts > sizes).any():
         e = int(np.argmax(counts - sizes))
         raise DecodeError(f"delta: {counts[e]} changes among {sizes[e]} values", reason="delta_bounds")
@@ -257,12 +258,16 @@ def _decoded(decoder: Any, model: Any, count: int) -> I32:
 # --- both ---------------------------------------------------------------------------------------------------
 
 
-def mapped(function: Callable[[T], R], items: Iterable[T], threads: int) -> Iterable[R]:
-    """`map`; with threads all are done, or the first error is raised after all have ended."""
+def mapped(function: Callable[[T], R], items: Iterable[T], threads: int) -> Iterator[R]:
+    """`map`, as many at a time as there are threads, so that no more results wait than that. An error comes
+    out when all that were begun have ended."""
     if threads <= 1:
-        return map(function, items)
+        yield from map(function, items)
+        return
+    left = iter(items)
     with ThreadPoolExecutor(threads, "delta") as pool:
-        return list(pool.map(function, items))
+        while batch := list(itertools.islice(left, threads)):
+            yield from pool.map(function, batch)
 
 
 def _density(count: int, size: int) -> int:
