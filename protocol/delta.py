@@ -102,21 +102,28 @@ def encode(
                 kind = _Kind.TIED
                 ties.append(tie)
         kinds.append(kind)
-    packed = np.zeros(-(-len(kinds) // 4) * 4, dtype=np.uint8)
-    packed[: len(kinds)] = kinds
-    quads = packed.reshape(-1, 4)
-    head += (quads[:, 0] | quads[:, 1] << 2 | quads[:, 2] << 4 | quads[:, 3] << 6).astype(np.uint8).tobytes()
-    head += b"".join(varint(tie) for tie in ties)
-
+    coded: list[bytes] = []
     segments = _segments(kinds, [old.size for old, _ in pairs])
-    body: list[bytes] = []
     if segments:
         tables, body = encode_segments(
             [[(pairs[k][0][part], pairs[k][1][part]) for k, part in pieces] for pieces in segments], threads
         )
-        head += tables + b"".join(varint(len(part)) for part in body)
+        coded = [tables, *(varint(len(part)) for part in body), *body]
+        if sum(map(len, coded)) > sum(
+            2 * pairs[k][0].size for k, kind in enumerate(kinds) if kind == _Kind.CODED
+        ):
+            coded = []  # few weights: the tables cost more than they save
+            kinds = [_Kind.RAW if kind == _Kind.CODED else kind for kind in kinds]
     raw = [pairs[k][1].astype("<u2").tobytes() for k, kind in enumerate(kinds) if kind == _Kind.RAW]
-    return b"".join([head, *body, *raw])
+    return b"".join([head, _packed(kinds), *(varint(tie) for tie in ties), *coded, *raw])
+
+
+def _packed(kinds: list[_Kind]) -> bytes:
+    """Two bits for each tensor, the first in the lowest."""
+    padded = np.zeros(-(-len(kinds) // 4) * 4, dtype=np.uint8)
+    padded[: len(kinds)] = kinds
+    quads = padded.reshape(-1, 4)
+    return (quads[:, 0] | quads[:, 1] << 2 | quads[:, 2] << 4 | quads[:, 3] << 6).astype(np.uint8).tobytes()
 
 
 def _kind_of(old: U16, new: U16) -> _Kind:

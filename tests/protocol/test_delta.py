@@ -149,6 +149,36 @@ def test_tied_tensors_that_share_memory_are_changed_in_place() -> None:
     np.testing.assert_array_equal(shared, new["w"])
 
 
+GOLDEN_BASE = "050ab056c902736f7866a75c233b7c32b00de76c686c390d8f6f8898450e3e50"
+GOLDEN_BODY = bytes.fromhex(
+    "04c5018000000000000000000000000000003f0000000000000000000000000000000000000880000000000000000000"
+    "0000000008032704030200010000000000000000000001020100020209000000013b2700010201000102000001020000"
+    "05000109070100000000010002130100006b080202280201010520b9cb094005002e8ad96f4c326cabf9bc61cc9cb31e"
+    "eb091ad6736104d99a6a16d7e25cdc8b8371314ec6cd381a57e36cdc8dc371394ec7ed381ed7e37cdc8f0372414ec80d"
+    "392257e48cdc914372494ec92d3926d7e49cdc938372514eca4d994102"
+)
+
+
+def test_format_has_not_changed() -> None:
+    """Bytes made once. When this fails, stored deltas no longer read: `MAGIC` needs its next number."""
+    base = {"a": np.arange(0x3D00, 0x4000, dtype=np.uint16), "b": np.arange(8, dtype=np.uint16)}
+    base |= {"c": np.zeros(2, np.uint16), "d": base["b"].copy()}
+    new = {name: array.copy() for name, array in base.items()}
+    new["a"][::100] += 1
+    new["a"][130] -= 9
+    new["a"][300:340] ^= 0x8000
+    new["b"] = new["d"] = base["b"] * np.uint16(0x1357) + np.uint16(0x8001)
+    data = assert_lossless(base, new)
+    assert delta.weights_digest(base) == GOLDEN_BASE
+    assert data[PAYLOAD:] == GOLDEN_BODY
+
+
+@pytest.mark.parametrize("size", [1, 2, 30], ids=str)
+@pytest.mark.parametrize("step", [1e-3, 1.0, 1e6], ids=str)
+def test_small_tensors_cost_no_more_than_a_copy(size: int, step: float) -> None:
+    assert len(assert_lossless(*updated(size, step))) <= PAYLOAD + 2 + 2 * size
+
+
 def test_noise_costs_no_more_than_a_copy() -> None:
     rng = np.random.default_rng(0)
     base, new = ({"w": rng.integers(0, 1 << 16, 3000, dtype=np.uint16)} for _ in range(2))
@@ -240,6 +270,18 @@ def test_another_result_is_told_apart_and_undone(small: tuple[Weights, Weights, 
     base, _, data = small
     at = len(delta.MAGIC) + 32
     assert refused(base, data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]) == "delta_result"
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_errors_in_late_segments_undo_the_early_ones(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    monkeypatch.setattr(delta, "SEGMENT_VALUES", 500)
+    base, new = updated(5000, 3e-2)
+    data = bytearray(delta.encode(base, new))
+    data[-8:] = b"\xff" * 8
+    before = base["w"].copy()
+    with pytest.raises(DecodeError):
+        delta.apply(base, bytes(data), threads=threads)
+    np.testing.assert_array_equal(base["w"], before)
 
 
 def test_another_format_is_told_apart(small: tuple[Weights, Weights, bytes]) -> None:
