@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import constriction  # type: ignore[import-untyped]
+import constriction
 import numpy as np
 
 from protocol import _delta_kernels as kernels

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import constriction  # type: ignore[import-untyped]
+import constriction
 import numpy as np
 
 from protocol._delta_kernels import I32, I64, U8, U32, to_symbols

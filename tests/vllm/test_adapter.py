@@ -119,7 +119,11 @@ def test_rollouts_under_way_when_an_adapter_comes(
                 [TokenSequence(prompt + ids[:place], (policy.eos_token_id,)) for place in range(40)]
             )
             gains = np.pad(-np.log1p(-np.exp(np.concatenate(ends))), (0, len(ids) - 40))
-            assert np.abs(plain + gains - logprobs)[versions == version].max() < TOLERANCE
+            # Where the end token had nearly all of the probability, what is left for others is rounding.
+            left = np.pad(-np.expm1(np.concatenate(ends)), (0, len(ids) - 40), constant_values=1.0)
+            compared = (versions == version) & (left > 0.1)
+            assert compared.any()
+            assert np.abs(plain + gains - logprobs)[compared].max() < TOLERANCE
     assert spans == ({(1,)} if in_flight == "continue" else {(1, 2)})
     engine.update(states[2], 2)
     assert len(folders(engine)) == 1
