@@ -419,12 +419,17 @@ def _url(listener: socket.socket) -> str:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """SIGTERM means what Ctrl-C means."""
+    """SIGTERM means what Ctrl-C means, and both are heard also where the shell that started this in the
+    background ignores Ctrl-C, as `swarm run` hears them."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    before = {
+        number: signal.signal(number, signal.default_int_handler)
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
