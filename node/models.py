@@ -19,7 +19,6 @@ import difflib
 import fcntl
 import functools
 import hashlib
-import os
 import re
 import shutil
 import subprocess
@@ -34,6 +33,7 @@ from pathlib import Path
 import msgspec
 
 from node.paths import Home
+from node.state import sync
 from protocol.errors import ModelError
 
 __all__ = ["KNOWN_MODELS", "KnownModel", "ModelReport", "get_model"]
@@ -146,9 +146,9 @@ def _make(target: Path, source: _Source, what: str, notice: Notice) -> bool:
                 _require_policy(folder, what)
                 _write_sums(folder, source.origin)
                 for path in (*folder.iterdir(), folder):
-                    _sync(path)
+                    sync(path)
                 folder.rename(target)
-                _sync(models)
+                sync(models)
     except OSError as error:
         raise ModelError(f"cannot write {error.filename or models}: {error.strerror or error}") from None
     return True
@@ -164,14 +164,6 @@ def _alone(models: Path, notice: Notice) -> Iterator[None]:
             notice("waiting for another `swarm model get` in this home")
             fcntl.flock(file, fcntl.LOCK_EX)  # no longer than its holder's deadline
         yield
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @dataclass(frozen=True)

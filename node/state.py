@@ -39,6 +39,7 @@ __all__ = [
     "SequenceStore",
     "WindowStore",
     "remove_leftovers",
+    "sync",
     "write_atomically",
 ]
 
@@ -58,11 +59,16 @@ def write_atomically(path: Path, data: bytes, mode: int = 0o600) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Bring a file's bytes, or a folder's names, to the disk. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        os.fsync(folder)
+        os.fsync(descriptor)
     finally:
-        os.close(folder)
+        os.close(descriptor)
 
 
 def remove_leftovers(folder: Path) -> int:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,6 +25,7 @@ from safetensors.torch import load_file, save_file
 
 from node.rollout.adapter import AdapterSpec, adapter_tensors, merged_state
 from node.rollout.engine.base import Engine
+from node.state import sync
 from node.train.step import Trainer
 from protocol.errors import ConfigError, ModelError
 
@@ -95,7 +95,7 @@ def save_checkpoint(trainer: Trainer, folder: Path) -> None:
     if folder.exists():
         folder.rename(old)
     temporary.rename(folder)
-    _sync(folder.parent)
+    sync(folder.parent)
     if old.exists():
         shutil.rmtree(old)
 
@@ -131,10 +131,10 @@ def _write(trainer: Trainer, temporary: Path) -> None:
         adapter=trainer.settings.adapter,
     )
     for file in temporary.iterdir():
-        _sync(file)
+        sync(file)
     (temporary / _STATE).write_bytes(msgspec.json.format(msgspec.json.encode(state)))
-    _sync(temporary / _STATE)
-    _sync(temporary)
+    sync(temporary / _STATE)
+    sync(temporary)
 
 
 def checkpoints_of(folder: Path, base_model: str) -> list[Path]:
@@ -286,11 +286,3 @@ def _load_optimiser(trainer: Trainer, tensors: Mapping[str, torch.Tensor]) -> No
 
 def _on_cpu(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -135,14 +135,14 @@ def test_what_a_killed_call_left_is_removed(get: Get, home: Home, tiny_policy_pa
 def test_everything_is_on_disk_before_it_has_its_name(
     get: Get, home: Home, tiny_policy_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sync = models._sync
+    sync = models.sync
     before, after = [], []
 
     def note(path: Path) -> None:
         (after if home.model("tiny").exists() else before).append(path.name)
         sync(path)
 
-    monkeypatch.setattr(models, "_sync", note)
+    monkeypatch.setattr(models, "sync", note)
     get(tiny_policy_path)
     assert sorted(before) == sorted([*(path.name for path in home.model("tiny").iterdir()), "tiny"])
     assert after == ["models"]

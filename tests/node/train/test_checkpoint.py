@@ -199,7 +199,7 @@ def test_interrupted_writing_is_not_a_checkpoint(
     def broken(*_: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("node.train.checkpoint._sync", broken)
+    monkeypatch.setattr("node.train.checkpoint.sync", broken)
     with pytest.raises(OSError, match="disk full"):
         save_checkpoint(trainer, tmp_path / "made")
     assert list(tmp_path.iterdir()) == []  # half a checkpoint would keep the disk full
