@@ -31,6 +31,18 @@ MAX_FRAME_BYTES = 4 * 1024 * 1024
 MAX_BLOB_BYTES = 16 * 1024 * 1024
 """Cap of one content-addressed blob (a group body). Changing breaks: larger bodies are not fetched."""
 
+MAX_WEIGHTS_BYTES = 16 * 1024**3
+"""Cap of one blob that travels in chunks (an anchor or a delta). Changing breaks: larger ones are refused."""
+
+MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 16 * 1024, 1024 * 1024
+"""Smallest and largest chunk, powers of two. Changing breaks: blobs in other chunks are refused."""
+
+MAX_CHUNKS = 16_384
+"""Chunks of one blob: half a mebibyte of hashes. Changing breaks: blobs in more chunks are refused."""
+
+MAX_CHAIN_LINKS = 1024
+"""Links from an anchor to the head of a chain. Changing breaks: longer chains are refused."""
+
 MAX_CLOCK_SKEW_MS = 60_000
 """How far `created_at` may lie in the future. Changing breaks: agreement on what is fresh."""
 

@@ -17,20 +17,36 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from protocol.constants import MAX_BLOB_BYTES, MAX_GROUP_ROLLOUTS, MAX_ROLLOUT_TOKENS, MAX_TEXT_CHARS
+from protocol.constants import (
+    MAX_BLOB_BYTES,
+    MAX_CHAIN_LINKS,
+    MAX_CHUNK_BYTES,
+    MAX_CHUNKS,
+    MAX_GROUP_ROLLOUTS,
+    MAX_ROLLOUT_TOKENS,
+    MAX_TEXT_CHARS,
+    MAX_WEIGHTS_BYTES,
+    MIN_CHUNK_BYTES,
+)
 
 __all__ = [
     "Announcement",
     "BlobRef",
     "BlobReply",
     "BlobRequest",
+    "ChainReply",
+    "ChainRequest",
     "Charter",
+    "ChunkedBlob",
+    "ChunksReply",
+    "ChunksRequest",
     "Digest",
     "EnvironmentSpec",
     "FinishReason",
     "Hello",
     "HelloReply",
     "Lineage",
+    "LinkKind",
     "Millis",
     "Name",
     "PeerId",
@@ -42,9 +58,11 @@ __all__ = [
     "Rollout",
     "RolloutGroup",
     "Sampling",
+    "SignedLink",
     "TokenizerSpec",
     "Uint",
     "VerificationRules",
+    "WeightsLink",
 ]
 
 PeerId = Annotated[str, Meta(min_length=52, max_length=52, pattern=r"^12D3KooW[1-9A-HJ-NP-Za-km-z]+\Z")]
@@ -203,6 +221,80 @@ class Announcement(Record, frozen=True):
     """`protocol.codec.completions_digest` of the group's rollouts, independent of the author."""
     rewards: Annotated[tuple[float, ...], Meta(min_length=1, max_length=MAX_GROUP_ROLLOUTS)]
     body: BlobRef | None = None
+
+
+# --- broadcast: owner -> followers, follower <-> follower ---------------------------------------------------
+
+
+class ChunkedBlob(Record, frozen=True):
+    """Weights on their way: `root` is the hash over size, chunk size and the hashes of all chunks
+    (`protocol.chunks`)."""
+
+    root: Digest
+    size: Annotated[int, Meta(ge=1, le=MAX_WEIGHTS_BYTES)]
+    chunk_bytes: Annotated[int, Meta(ge=MIN_CHUNK_BYTES, le=MAX_CHUNK_BYTES)]
+
+
+class LinkKind(StrEnum):
+    """What a link's delta starts from: weights that whoever follows has already (the base model, or what a
+    merge made), or the version before."""
+
+    ANCHOR = "anchor"
+    DELTA = "delta"
+
+
+class WeightsLink(Record, frozen=True):
+    """One version of a lineage and how to reach it: applying `blob` to weights with the hash `base` gives
+    weights with the hash `result` (`protocol.delta.weights_digest`). A chain is an anchor and the deltas
+    after it."""
+
+    lineage: Lineage
+    policy_version: Uint
+    kind: LinkKind
+    base_version: Uint
+    """The version before, for a delta; for an anchor its own version."""
+    base: Digest
+    result: Digest
+    blob: ChunkedBlob
+    created_at: Millis
+
+
+class SignedLink(Record, frozen=True):
+    """A link as its owner signed it, so that anybody can pass it on. `link` holds a canonical WeightsLink."""
+
+    link: Annotated[bytes, Meta(max_length=2048)]
+    signature: Annotated[bytes, Meta(min_length=64, max_length=64)]
+
+
+class ChainRequest(Record, frozen=True):
+    """follower -> whoever has the lineage: links after version `after`, or from the newest anchor on. Without
+    news the answer comes when there are some, and at the latest after `wait_ms`."""
+
+    owner: PeerId
+    base_model: Digest
+    after: Uint | None
+    wait_ms: Annotated[int, Meta(ge=0, le=15_000)]
+
+
+class ChainReply(Record, frozen=True):
+    """The answer: how many SignedLinks follow, one a frame, oldest first. They begin with an anchor where
+    version `after` has no delta any more."""
+
+    count: Annotated[int, Meta(ge=0, le=MAX_CHAIN_LINKS)]
+
+
+class ChunksRequest(Record, frozen=True):
+    """downloader -> uploader, opens an exchange of one blob's chunks over this stream."""
+
+    root: Digest
+
+
+class ChunksReply(Record, frozen=True):
+    """uploader -> downloader: the hashes of all chunks (32 bytes each), and a bit for each that is here, the
+    first chunk in the lowest bit of the first byte. Empty when the blob is not here."""
+
+    hashes: Annotated[bytes, Meta(max_length=32 * MAX_CHUNKS)]
+    have: Annotated[bytes, Meta(max_length=MAX_CHUNKS // 8)]
 
 
 # --- network: node <-> node ---------------------------------------------------------------------------------

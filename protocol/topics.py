@@ -17,7 +17,9 @@ from protocol.messages import Digest, PeerId, Record
 
 __all__ = [
     "BLOB_PROTOCOL",
+    "CHAIN_PROTOCOL",
     "CHARTER_PROTOCOL",
+    "CHUNKS_PROTOCOL",
     "HELLO_PROTOCOL",
     "RECONCILE_PROTOCOL",
     "RecordKey",
@@ -30,8 +32,12 @@ __all__ = [
 _NAME = DOMAIN.decode("ascii")
 BLOB_PROTOCOL = f"/{_NAME}/{PROTOCOL_VERSION}/blob"
 """Content-addressed bodies: BlobRequest, BlobReply, frames."""
+CHAIN_PROTOCOL = f"/{_NAME}/{PROTOCOL_VERSION}/chain"
+"""Versions of a lineage: ChainRequest, ChainReply, SignedLinks."""
 CHARTER_PROTOCOL = f"/{_NAME}/{PROTOCOL_VERSION}/charter"
 """The swarm's charter, for whoever wants to join: one frame."""
+CHUNKS_PROTOCOL = f"/{_NAME}/{PROTOCOL_VERSION}/chunks"
+"""Exchange of one blob's chunks: ChunksRequest, ChunksReply, then frames of `protocol.chunks`."""
 HELLO_PROTOCOL = f"/{_NAME}/hello"
 """Handshake: preambles (`protocol/preamble.py`), then Hello, HelloReply. The one name without a version, so
 that two versions can tell each other."""

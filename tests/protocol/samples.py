@@ -9,6 +9,7 @@ from protocol import charter as charters
 from protocol import messages as m
 from protocol.envelope import seal
 from protocol.identity import Identity
+from protocol.links import sign_link
 
 NOW_MS = 1_700_000_000_000
 IDENTITY = Identity.from_seed(bytes(range(32)))
@@ -82,6 +83,17 @@ ANNOUNCEMENT = m.Announcement(
 PEER_RECORD = m.PeerRecord(
     name="sparrow", protocol_version=1, addresses=("/ip4/192.0.2.7/tcp/4001",), lineage=LINEAGE
 )
+BLOB = m.ChunkedBlob(root="f" * 64, size=100_000, chunk_bytes=16_384)
+LINK = m.WeightsLink(
+    lineage=LINEAGE,
+    policy_version=8,
+    kind=m.LinkKind.DELTA,
+    base_version=7,
+    base="1" * 64,
+    result="2" * 64,
+    blob=BLOB,
+    created_at=NOW_MS,
+)
 RECORDS: tuple[m.Record, ...] = (
     CHARTER,
     GROUP,
@@ -93,6 +105,12 @@ RECORDS: tuple[m.Record, ...] = (
     m.ReconcileReply(2),
     m.Hello(SWARM_ID, PEER_RECORD),
     m.HelloReply(None, NOW_MS, "this node belongs to another swarm"),
+    LINK,
+    sign_link(IDENTITY, SWARM_ID, LINK),
+    m.ChainRequest(owner=IDENTITY.peer_id, base_model="a" * 64, after=7, wait_ms=15_000),
+    m.ChainReply(2),
+    m.ChunksRequest("f" * 64),
+    m.ChunksReply(bytes(7 * 32), b"\x15"),
 )
 
 
