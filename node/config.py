@@ -23,7 +23,9 @@ from node.paths import Home, bundled, default_home
 from protocol.errors import ConfigError
 
 __all__ = [
+    "BroadcastConfig",
     "EvaluateConfig",
+    "FollowConfig",
     "NetworkConfig",
     "NodeConfig",
     "PolicyConfig",
@@ -178,6 +180,26 @@ class ShareConfig(Section):
     """Own bodies kept for serving."""
 
 
+class BroadcastConfig(Section):
+    anchor_every: int = Field(32, ge=1, le=1000)
+    """Versions between anchors, from which a newcomer starts."""
+    keep_gib: float = Field(4.0, gt=0)
+    """Disk that anchors and deltas may take, others' that this node passes on among them."""
+    upload_mbit: float = Field(0.0, ge=0)
+    """Upload of weights in Mbit/s, at most; 0: no limit."""
+    download_mbit: float = Field(0.0, ge=0)
+    """Download of weights in Mbit/s, at most; 0: no limit."""
+    fetch_timeout_s: float = Field(600.0, gt=0)
+    """Deadline of one version's weights."""
+
+
+class FollowConfig(Section):
+    owner: str = ""
+    """Peer id of the node to generate for; empty: by need and trust, among those of the same base model."""
+    owner_timeout_s: float = Field(60.0, gt=0)
+    """An owner that shows no sign of life for so long is given up for another one."""
+
+
 class WeightConfig(Section):
     advantage: Literal["grpo", "rloo", "dr_grpo"] = "grpo"
     """Advantage inside one group. dr_grpo also divides the loss by a constant length instead of by tokens."""
@@ -244,12 +266,17 @@ class NodeConfig(Section):
     """Seed of sampling and of everything else random in this node."""
     linger: bool = False
     """After the last step go on serving peers until stopped."""
+    role: Literal["trainer", "follower"] = "trainer"
+    """trainer: owns a policy and trains it. follower: has no trainer, tracks another node's policy and generates
+    for it."""
     policy: PolicyConfig = PolicyConfig()
     network: NetworkConfig = NetworkConfig()
     rollout: RolloutConfig = RolloutConfig()
     vllm: VllmConfig = VllmConfig()
     verify: VerifyConfig = VerifyConfig()
     share: ShareConfig = ShareConfig()
+    broadcast: BroadcastConfig = BroadcastConfig()
+    follow: FollowConfig = FollowConfig()
     weight: WeightConfig = WeightConfig()
     train: TrainConfig = TrainConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
