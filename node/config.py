@@ -267,8 +267,8 @@ class NodeConfig(Section):
     linger: bool = False
     """After the last step go on serving peers until stopped."""
     role: Literal["trainer", "follower"] = "trainer"
-    """trainer: owns a policy and trains it. follower: has no trainer, tracks another node's policy and generates
-    for it."""
+    """trainer: owns a policy and trains it. follower: has no trainer; tracks another node's policy and
+    generates for it."""
     policy: PolicyConfig = PolicyConfig()
     network: NetworkConfig = NetworkConfig()
     rollout: RolloutConfig = RolloutConfig()
