@@ -335,28 +335,21 @@ class _Server:
     async def _take(self, newest: Choice, patches: list[TensorPatch]) -> None:
         """Change weights and names, with nobody inside. After a failure nobody knows the weights, so the
         server ends."""
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        from node.rollout.engine._vllm_patch import batches
+        from node.rollout.engine._vllm_patch import send
         from node.rollout.engine.base import EngineError
 
         # Nothing is left to wait for, but what clients gave up may still be on its way out.
         await self._engine.pause_generation(mode="wait", clear_cache=True)
         try:
-            await self._engine.start_weight_update()
-            for batch in batches(patches):
-                info = {
-                    "base": self._update,
-                    "update": self._update + 1,
-                    "dtype": self._config.vllm.dtype,
-                    "tensors": [patch.record() for patch in batch],
-                }
-                await self._engine.update_weights(WeightTransferUpdateRequest(update_info=info))
-            await self._engine.finish_weight_update(weight_version=str(newest.version))
+            if patches:
+                update = self._update + 1
+                await send(
+                    self._engine, patches, base=self._update, update=update, dtype=self._config.vllm.dtype
+                )
+                self._update = update
+            await self._engine.update_weight_version(str(newest.version))
         except Exception as error:
             raise EngineError(f"the engine does not take version {newest.version}: {error}") from error
-        if patches:
-            self._update += 1
         self._served = newest
         self._rename()
         await self._engine.resume_generation()
@@ -374,27 +367,13 @@ def _read_weights(folder: Path) -> Mapping[str, Tensor]:
 
 def _arguments(config: NodeConfig, folder: Path, base: Policy, *, on_cpu: bool) -> dict[str, Any]:
     """For vLLM's AsyncEngineArgs."""
-    from node.rollout.engine.vllm import GPU_MEMORY_SHARE
+    from node.rollout.engine._vllm_arguments import shared_arguments
 
     settings = config.vllm
-    own: dict[str, Any] = (
-        {"enforce_eager": True, "kv_cache_memory_bytes": settings.kv_cache_mib * 2**20}
-        if on_cpu
-        else {"gpu_memory_utilization": settings.gpu_memory_share or GPU_MEMORY_SHARE}
-    )
-    return own | {
-        "model": str(folder),
-        "generation_config": "vllm",  # not the folder's sampling defaults
-        "trust_remote_code": False,
-        "enable_prompt_embeds": False,
-        "load_format": "safetensors",
-        "use_tqdm_on_load": False,
-        "dtype": settings.dtype,
+    return shared_arguments(settings, folder, on_cpu=on_cpu) | {
         "seed": config.seed % 2**31,
         "max_model_len": min(base.max_positions, settings.max_context),
         "max_num_seqs": settings.max_concurrent,
-        "enable_prefix_caching": True,
-        "disable_log_stats": True,
     }
 
 

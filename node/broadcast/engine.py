@@ -38,7 +38,8 @@ PROBE_TOKENS = 24
 
 class EngineBroadcast:
     """Keeps the engine at the trainer's weights. `prompts` gives real ones for the probe, and may block;
-    `probe_every` versions the embedded engine is probed; `notice(level, text)` tells the operator."""
+    `probe_every` versions an engine is probed that does not ask for more; `notice(level, text)` tells the
+    operator."""
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class EngineBroadcast:
         self._policy = policy
         self._prompts = prompts
         self._tolerance = tolerance
-        self._probe_every = 1 if engine.name == "vllm" else probe_every
+        self._probe_every = 1 if engine.probe_each else probe_every
         self._sequential = sequential
         self._compute = compute
         self._gauge = gauge

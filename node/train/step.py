@@ -63,8 +63,6 @@ class StepReport:
     logprobs_BT: Tensor
     """log pi of the batch's completions before the step, on the CPU; meaningless where masked."""
     train_s: float
-    micro_batch_tokens: int = 0
-    """Padded tokens per forward pass; fewer than set once the device ran out of memory."""
 
 
 class OutOfMemoryError(OurFault):
@@ -151,7 +149,6 @@ class Trainer:
             sources=_source_shares(batch, sums),
             logprobs_BT=logprobs_BT,
             train_s=time.perf_counter() - began_s,
-            micro_batch_tokens=self.micro_batch_tokens,
         )
 
     def learning_rate(self) -> float:

@@ -34,9 +34,10 @@ from typing import Any, Literal
 
 from node.build import device_of
 from node.config import NodeConfig
+from node.rollout.engine._vllm_arguments import GPU_MEMORY_SHARE
 from node.rollout.engine.base import Engine
 from node.rollout.engine.transformers import TransformersEngine
-from node.rollout.engine.vllm import GPU_MEMORY_SHARE, VllmEngine
+from node.rollout.engine.vllm import VllmEngine
 from node.rollout.policy import Policy
 from swarm_cli.bench.baseline import BareVllm
 from swarm_cli.bench.measure import Say, envelope, in_turn, rounded, spread

@@ -4,7 +4,6 @@ Tests run in order and share one engine."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,11 +23,6 @@ from protocol.messages import Sampling
 SPEC = AdapterSpec(rank=4, alpha=8.0)
 TOLERANCE = 1e-4
 State = dict[str, Tensor]
-
-
-@pytest.fixture(scope="module")
-def policy() -> Policy:
-    return Policy.open(Path(__file__).parents[2] / "configs/models/starling")
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import psutil
@@ -27,16 +26,6 @@ QUESTIONS = ("spell abc backward", "1 + 2", "sort 3 1 2")
 TOLERANCE = 1e-4
 """Nats between two float32 implementations; 5e-6 is what is seen."""
 State = dict[str, Tensor]
-
-
-@pytest.fixture(scope="module")
-def policy() -> Policy:
-    return Policy.open(Path(__file__).parents[2] / "configs/models/starling")
-
-
-@pytest.fixture(scope="module")
-def notices() -> list[str]:
-    return []
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ import os
 import signal
 import threading
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -30,16 +29,6 @@ SLOTS = 8
 SLACK = SLOTS * 32
 """Tokens that may go beyond a budget: what each slot hands over at a time, and is computing meanwhile."""
 State = dict[str, Tensor]
-
-
-@pytest.fixture(scope="module")
-def policy() -> Policy:
-    return Policy.open(Path(__file__).parents[2] / "configs/models/starling")
-
-
-@pytest.fixture(scope="module")
-def notices() -> list[str]:
-    return []
 
 
 @pytest.fixture(scope="module")

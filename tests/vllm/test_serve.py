@@ -38,11 +38,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("serve")
 
 
-@pytest.fixture(scope="module")
-def policy() -> Policy:
-    return Policy.open(STARLING)
-
-
 class Endpoint:
     """A server process and what it has said."""
 

@@ -16,7 +16,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from node.rollout.engine._vllm_patch import TensorPatch, batches
+from node.rollout.engine._vllm_patch import TensorPatch, send
 from node.rollout.engine._vllm_process import VllmProcess
 from node.rollout.engine.base import EngineError
 
@@ -155,20 +155,10 @@ class Life:
         self, patches: Sequence[TensorPatch], policy_version: int, dtype: str, *, whole: bool
     ) -> None:
         """Between `halt` and `go_on`. Raises whatever vLLM raises; then nobody knows what is here."""
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
         if patches:
-            await self.engine.start_weight_update()
-            for batch in batches(patches):
-                info = {
-                    "base": 0 if whole else self.update,
-                    "update": self.update + 1,
-                    "dtype": dtype,
-                    "tensors": [patch.record() for patch in batch],
-                }
-                await self.engine.update_weights(WeightTransferUpdateRequest(update_info=info))
-            await self.engine.finish_weight_update()
-            self.update += 1
+            base, update = 0 if whole else self.update, self.update + 1
+            await send(self.engine, patches, base=base, update=update, dtype=dtype)
+            self.update = update
         await self.label(policy_version)
 
     async def adapt(self, adapter: Adapter) -> None:

@@ -11,13 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["CHUNK_BYTES", "Mirror", "TensorPatch", "WeightsDoNotFit", "batches"]
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+__all__ = ["CHUNK_BYTES", "Mirror", "TensorPatch", "WeightsDoNotFit", "batches", "send"]
 
 CHUNK_BYTES = 32 * 2**20
 """Payload of one call into the engine; bounds the copies that vLLM's queues make of it."""
@@ -157,6 +160,21 @@ def batches(patches: Iterable[TensorPatch]) -> Iterator[list[TensorPatch]]:
         size += patch.payload_bytes
     if batch:
         yield batch
+
+
+async def send(
+    engine: AsyncLLM, patches: Iterable[TensorPatch], *, base: int, update: int, dtype: str
+) -> None:
+    """Into an engine whose last update had the number `base` (0: its weights do not matter), as number
+    `update`. Raises whatever vLLM raises; then nobody knows what is there."""
+    from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+    await engine.start_weight_update()
+    for batch in batches(patches):
+        records = [patch.record() for patch in batch]
+        info = {"base": base, "update": update, "dtype": dtype, "tensors": records}
+        await engine.update_weights(WeightTransferUpdateRequest(update_info=info))
+    await engine.finish_weight_update()
 
 
 def _raw(values: Tensor) -> bytes:

@@ -114,6 +114,8 @@ class Engine(ABC):
     """Goes into `RolloutGroup.engine`."""
     dtype: str
     """Goes into `RolloutGroup.dtype`."""
+    probe_each: bool = False
+    """Weights lie in another process, packed: whether they are the trainer's is probed after each update."""
     context: int = 2**31 - 1
     """Tokens of prompt and answer together that it takes; more are an EngineError."""
 

@@ -48,6 +48,10 @@ class FallbackEngine(Engine):
         return self.current.name
 
     @property
+    def probe_each(self) -> bool:  # type: ignore[override]
+        return self.current.probe_each
+
+    @property
     def dtype(self) -> str:  # type: ignore[override]
         return self.current.dtype
 

@@ -30,6 +30,7 @@ from torch import Tensor
 from node.config import VllmConfig
 from node.rollout.adapter import AdapterSpec
 from node.rollout.engine._vllm_adapters import Adapter, AdapterFolders, lora_arguments
+from node.rollout.engine._vllm_arguments import shared_arguments
 from node.rollout.engine._vllm_generation import VllmGeneration
 from node.rollout.engine._vllm_life import SCORERS, Life
 from node.rollout.engine._vllm_patch import Mirror, TensorPatch, WeightsDoNotFit
@@ -59,10 +60,6 @@ DEATHS_COUNT_S = 3600.0
 others succeed in between."""
 MAX_TEMPERATURE = 2.0
 """vLLM's own limit."""
-CPU_BLOCK = 32
-"""Tokens in a block of a CPU's cache. vLLM's default, 128, never caches the short prompt of a group."""
-GPU_MEMORY_SHARE = 0.4
-"""Where nobody planned."""
 
 
 class VllmEngine(Engine):
@@ -72,6 +69,7 @@ class VllmEngine(Engine):
     EngineError when it cannot be started."""
 
     name = "vllm"
+    probe_each = True
 
     def __init__(
         self,
@@ -389,18 +387,7 @@ class VllmEngine(Engine):
     def _arguments(self, *, on_cpu: bool) -> dict[str, Any]:
         """For vLLM's AsyncEngineArgs. Raises ConfigError for settings that do not go together."""
         settings = self._settings
-        own: dict[str, Any] = (
-            {
-                "enforce_eager": True,
-                "kv_cache_memory_bytes": settings.kv_cache_mib * 2**20,
-                "block_size": CPU_BLOCK,
-            }
-            if on_cpu
-            else {
-                "gpu_memory_utilization": settings.gpu_memory_share or GPU_MEMORY_SHARE,
-                "enable_sleep_mode": self._sleeps,
-            }
-        )
+        own: dict[str, Any] = {} if on_cpu else {"enable_sleep_mode": self._sleeps}
         if self._adapter is not None:
             if not on_cpu and settings.dtype == "float32":
                 raise ConfigError(
@@ -408,24 +395,19 @@ class VllmEngine(Engine):
                     "'bfloat16', or policy.tuning to 'full'"
                 )
             own |= lora_arguments(self._adapter)
-        return own | {
-            "model": str(self._policy.path),
-            "skip_tokenizer_init": True,  # tokens in, tokens out
-            "generation_config": "vllm",  # not the folder's sampling defaults
-            "trust_remote_code": False,
-            "enable_prompt_embeds": False,
-            "load_format": "safetensors",
-            "use_tqdm_on_load": False,
-            "dtype": settings.dtype,
-            "seed": self._process_seed(),
-            # One more than is ever computed: vLLM scores a sequence only where one more token would fit.
-            "max_model_len": self.context + 1,
-            "max_num_seqs": settings.max_concurrent + SCORERS,
-            "logprobs_mode": "processed_logprobs",
-            "max_logprobs": -1,
-            "enable_prefix_caching": True,
-            "disable_log_stats": True,
-        }
+        return (
+            shared_arguments(settings, self._policy.path, on_cpu=on_cpu)
+            | own
+            | {
+                "skip_tokenizer_init": True,  # tokens in, tokens out
+                "seed": self._process_seed(),
+                # One more than is ever computed: vLLM scores a sequence only where one more token would fit.
+                "max_model_len": self.context + 1,
+                "max_num_seqs": settings.max_concurrent + SCORERS,
+                "logprobs_mode": "processed_logprobs",
+                "max_logprobs": -1,
+            }
+        )
 
     def _process_seed(self) -> int:
         """31 bits; another one after every death, so that nothing is drawn twice."""

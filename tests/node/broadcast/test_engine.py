@@ -108,7 +108,7 @@ def test_the_embedded_engine_is_probed_now_and_then_and_vllm_always(policy: Poli
     made, _ = bench(policy, engine, probe_every=3)
     broadcast(made, *range(1, 8))
     assert engine.probes == 2
-    engine.probes, engine.name = 0, "vllm"
+    engine.probes, engine.probe_each = 0, True
     made, _ = bench(policy, engine, probe_every=3)
     broadcast(made, *range(1, 8))
     assert engine.probes == 7
