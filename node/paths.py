@@ -4,6 +4,7 @@
 
     <home>/identity.key charter.bin state/   key (0600), signed charter; sequence, window, replay cache, trust
     <home>/models/<name>/                    policies that `swarm model get` fetched
+    <home>/bench/                            what `swarm bench` made and reads again
     <home>/run/<name>.sock                   event stream of the running node (0600 in a 0700 folder)
     <home>/runs/<run>/config.json            resolved configuration
                       metrics.jsonl          every event as a JSON line
@@ -66,6 +67,11 @@ class RunDir:
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
 
+    @property
+    def published(self) -> Path:
+        """Exists once this run has published weights: the node's chain is then this run's."""
+        return self.root / "published"
+
     def create(self) -> RunDir:
         """Make the folders; returns self. Raises ConfigError where nothing can be written."""
         _make(self.log.parent, 0o777)
@@ -95,11 +101,26 @@ class Home:
         return self.root / "state"
 
     @property
+    def weights(self) -> Path:
+        """Blobs of weights, this node's and those it passes on."""
+        return self.state / "weights"
+
+    @property
+    def chain(self) -> Path:
+        """Chains of weight versions."""
+        return self.state / "chain"
+
+    @property
     def models(self) -> Path:
         return self.root / "models"
 
     def model(self, name: str) -> Path:
         return self.models / name
+
+    @property
+    def bench(self) -> Path:
+        """What benches make once and read again; may be deleted."""
+        return self.root / "bench"
 
     @property
     def sockets(self) -> Path:

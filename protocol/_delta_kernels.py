@@ -1,8 +1,9 @@
 """The loops of `protocol.delta` over single weights and single symbols, compiled by numba.
 
 Only arithmetic on integers: no lengths from a peer are trusted here without a bound that the caller checked.
-A bf16 value is its 16 bits, a bucket is its exponent field, a step is the signed distance in `_ordered`
-folded to a natural number (0, -1, 1, -2, 2 ... give 0, 1, 2, 3, 4). Not for reading or writing the format.
+A bf16 value is its 16 bits, a bucket is its exponent field, a step is the distance in `_ordered` away from
+zero, folded to a natural number (0, -1, 1, -2, 2 ... give 0, 1, 2, 3, 4): seen from zero, steps of young
+weights are more alike than seen from below, 3 % of a delta. Not for reading or writing the format.
 """
 
 from __future__ import annotations
@@ -15,6 +16,10 @@ import numpy.typing as npt
 from numba import njit
 
 __all__ = [
+    "BEYOND",
+    "DONE",
+    "NEVER",
+    "NOT_FINITE",
     "apply_changes",
     "collect_changes",
     "count_buckets",
@@ -26,7 +31,14 @@ __all__ = [
     "write_extra",
 ]
 
+DONE, BEYOND, NOT_FINITE = range(3)
+"""How `apply_changes` ends: all is done, a step leaves the 16 bits, a value would be infinite or NaN."""
+
+NEVER = 1 << 60
+"""More values than any set of weights has."""
+
 F = TypeVar("F", bound=Callable[..., object])
+Int = int | np.int64
 U8 = npt.NDArray[np.uint8]
 U16 = npt.NDArray[np.uint16]
 U32 = npt.NDArray[np.uint32]
@@ -35,17 +47,20 @@ I64 = npt.NDArray[np.int64]
 
 
 def _kernel(function: F) -> F:
-    return cast("F", njit(cache=True, nogil=True)(function))
+    try:
+        return cast("F", njit(cache=True, nogil=True)(function))
+    except RuntimeError:  # neither the package's folder nor the user's can be written: compile every time
+        return cast("F", njit(nogil=True)(function))
 
 
 @_kernel
-def _ordered(bits: int) -> int:
+def _ordered(bits: Int) -> Int:
     """bf16 bits as an integer that grows with the value; one to one, -0.0 just below 0.0."""
     return 0x8000 + bits if bits < 0x8000 else 0xFFFF - bits
 
 
 @_kernel
-def _class(value: int) -> int:
+def _class(value: Int) -> Int:
     """Four classes per octave: 0 to 7 alone, then 8-9, 10-11 ... ; class c >= 4 leaves c // 4 - 1 low bits
     open."""
     if value < 8:
@@ -57,8 +72,9 @@ def _class(value: int) -> int:
 
 
 @_kernel
-def _step(old: int, new: int) -> int:
-    distance = _ordered(new) - _ordered(old)
+def _step(old: Int, new: Int) -> Int:
+    sign = old & 0x8000
+    distance = _ordered(new ^ sign) - _ordered(old ^ sign)
     return 2 * distance if distance >= 0 else -2 * distance - 1
 
 
@@ -75,7 +91,7 @@ def count_classes(old: U16, new: U16, classes: I64) -> None:
     """Adds to `classes[k]` how many changed values have a step of class k."""
     for i in range(old.size):
         if old[i] != new[i]:
-            classes[_class(_step(int(old[i]), int(new[i])))] += 1
+            classes[_class(_step(np.int64(old[i]), np.int64(new[i])))] += 1
 
 
 @_kernel
@@ -96,34 +112,33 @@ def count_buckets(old: U16, sizes: I64) -> None:
 
 
 @_kernel
-def collect_changes(
-    old: U16, new: U16, wanted: U8, sizes: I64, buckets: U8, ranks: U32, steps: U32, at: int
-) -> int:
-    """Writes bucket, rank in the bucket and step of each changed value from `at` on; returns the new end.
-    `sizes` counts on from the tensor before."""
+def collect_changes(old: U16, new: U16, since: I64, buckets: U8, gaps: U32, steps: U32, at: int) -> int:
+    """Writes bucket, gap and step of each changed value from `at` on; returns the new end. A gap is how many
+    unchanged values of the bucket came before; `since` counts them on from the tensor before."""
     for i in range(old.size):
         e = (old[i] >> 7) & 0xFF
-        if wanted[e]:
-            if old[i] != new[i]:
-                buckets[at] = e
-                ranks[at] = sizes[e]
-                steps[at] = _step(int(old[i]), int(new[i]))
-                at += 1
-            sizes[e] += 1
+        if old[i] != new[i]:
+            buckets[at] = e
+            gaps[at] = since[e]
+            steps[at] = _step(np.int64(old[i]), np.int64(new[i]))
+            at += 1
+            since[e] = 0
+        else:
+            since[e] += 1
     return at
 
 
 @_kernel
-def sort_by_bucket(buckets: U8, ranks: U32, steps: U32, starts: I64, gaps: U32, sorted_steps: U32) -> None:
-    """Changes in order of bucket, then rank; `gaps` are the unchanged values since the change before."""
+def sort_by_bucket(
+    buckets: U8, gaps: U32, steps: U32, starts: I64, sorted_gaps: U32, sorted_steps: U32
+) -> None:
+    """Changes in order of bucket, inside a bucket as they were."""
     write = starts.copy()
-    last = np.full(256, -1, np.int64)
     for i in range(buckets.size):
-        e = buckets[i]
-        gaps[write[e]] = np.int64(ranks[i]) - last[e] - 1
-        sorted_steps[write[e]] = steps[i]
-        last[e] = ranks[i]
-        write[e] += 1
+        at = write[buckets[i]]
+        sorted_gaps[at] = gaps[i]
+        sorted_steps[at] = steps[i]
+        write[buckets[i]] += 1
 
 
 @_kernel
@@ -147,7 +162,7 @@ def write_extra(values: U32, symbols: I32, extra: U8, out: U8, at: int) -> int:
 
 
 @_kernel
-def read_extra(symbols: I32, lowest: U32, extra: U8, data: U8, at: int, values: I64) -> int:
+def read_extra(symbols: I32, lowest: U32, extra: U8, data: U8, at: int, values: U32) -> int:
     """Inverse of `write_extra`; the caller has checked that the bits are there."""
     for i in range(symbols.size):
         value = np.int64(lowest[symbols[i]])
@@ -161,35 +176,45 @@ def read_extra(symbols: I32, lowest: U32, extra: U8, data: U8, at: int, values: 
 @_kernel
 def apply_changes(
     weights: U16,
-    wanted: U8,
-    sizes: I64,
+    left: I64,
     nexts: I64,
     ends: I64,
-    ranks: I64,
-    steps: I64,
+    gaps: U32,
+    steps: U32,
+    finite: bool,
     positions: U32,
     olds: U16,
-) -> int:
-    """Changes `weights` in place and notes position and old value of each change. Returns how many, or
-    -1 - that number when the next step would leave the 16 bits: what is noted can be undone.
+) -> tuple[int, int]:
+    """Changes `weights` in place; notes position and old value of each change where there is room for notes.
+    Returns how many were made, and why it ended: DONE, or BEYOND or NOT_FINITE before the change that was not
+    made.
 
-    `ranks` and `steps` hold the changes of all buckets, those of bucket e in nexts[e] to ends[e].
+    `gaps` and `steps` hold the changes of all buckets, those of bucket e in nexts[e] to ends[e]; left[e] are
+    the values of bucket e that stay before its next change, `NEVER` when there is none. All three count on
+    from tensor to tensor. 0.64 ns a value.
     """
     count = 0
+    noted = positions.size > 0
     for i in range(weights.size):
         e = (weights[i] >> 7) & 0xFF
-        if wanted[e]:
+        left[e] -= 1
+        if left[e] < 0:
             k = nexts[e]
-            if k < ends[e] and ranks[k] == sizes[e]:
-                folded = steps[k]
-                distance = folded >> 1 if folded & 1 == 0 else -((folded + 1) >> 1)
-                ordered = _ordered(int(weights[i])) + distance
-                if ordered < 0 or ordered > 0xFFFF:
-                    return -1 - count
+            old = np.int64(weights[i])
+            sign = old & 0x8000
+            folded = np.int64(steps[k])
+            distance = folded >> 1 if folded & 1 == 0 else -((folded + 1) >> 1)
+            ordered = _ordered(old ^ sign) + distance
+            if ordered < 0 or ordered > 0xFFFF:
+                return count, BEYOND
+            new = (ordered - 0x8000 if ordered >= 0x8000 else 0xFFFF - ordered) ^ sign
+            if finite and new & 0x7F80 == 0x7F80:
+                return count, NOT_FINITE
+            if noted:
                 positions[count] = i
-                olds[count] = weights[i]
-                weights[i] = ordered - 0x8000 if ordered >= 0x8000 else 0xFFFF - ordered
-                count += 1
-                nexts[e] = k + 1
-            sizes[e] += 1
-    return count
+                olds[count] = old
+            weights[i] = new
+            count += 1
+            nexts[e] = k + 1
+            left[e] = gaps[k + 1] if k + 1 < ends[e] else NEVER
+    return count, DONE

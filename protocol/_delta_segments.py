@@ -7,9 +7,9 @@ steps. Not for tensors, names or hashes.
 
 from __future__ import annotations
 
-import itertools
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -21,13 +21,16 @@ from protocol._delta_kernels import I32, I64, U16, U32
 from protocol._delta_tables import CLASSES, GAP, MAX_STEP, STEP, Alphabet, Reader, binary_model, varint
 from protocol.errors import DecodeError
 
-__all__ = ["Tables", "Undo", "apply_segment", "encode_segments", "mapped", "read_tables"]
+__all__ = ["Applied", "Tables", "Undo", "apply_segment", "encode_segments", "mapped", "read_tables"]
 
-DENSE = 10
+DENSE = 2
 """Flags instead of gaps where more than one in so many values changes. Changing breaks: every delta."""
 
 KEPT_BYTES = 1 << 24
 """Changes that the writer keeps between its two passes, 8 bytes each."""
+
+NOTE_BYTES = 6
+"""Of one change in an `Undo`: position and old value."""
 
 Tables = tuple[dict[int, Alphabet], dict[int, Alphabet]]
 """Steps per bucket, gaps per density."""
@@ -44,9 +47,9 @@ R = TypeVar("R")
 
 @dataclass
 class _Changes:
-    """Changes of a segment, sorted by bucket and rank."""
+    """Changes of a segment, sorted by bucket."""
 
-    sizes: I64  # values per bucket; only buckets that change
+    sizes: I64  # values per bucket
     counts: I64
     gaps: U32
     steps: U32
@@ -62,16 +65,17 @@ def _changes_of(pairs: list[tuple[U16, U16]]) -> _Changes:
     for old, new in pairs:
         kernels.find_changed(old, new, counts)
     total = int(counts.sum())
-    wanted = (counts > 0).astype(np.uint8)
-    sizes = np.zeros(256, dtype=np.int64)
+    since = np.zeros(256, dtype=np.int64)
     buckets = np.empty(total, dtype=np.uint8)
-    ranks, steps = np.empty(total, dtype=np.uint32), np.empty(total, dtype=np.uint32)
+    gaps, steps = np.empty(total, dtype=np.uint32), np.empty(total, dtype=np.uint32)
     at = 0
     for old, new in pairs:
-        at = kernels.collect_changes(old, new, wanted, sizes, buckets, ranks, steps, at)
-    gaps, ordered = np.empty(total, dtype=np.uint32), np.empty(total, dtype=np.uint32)
-    kernels.sort_by_bucket(buckets, ranks, steps, np.cumsum(counts) - counts, gaps, ordered)
-    return _Changes(sizes, counts, gaps, ordered)
+        at = kernels.collect_changes(old, new, since, buckets, gaps, steps, at)
+    changes = _Changes(since + counts, counts, np.empty_like(gaps), np.empty_like(steps))
+    kernels.sort_by_bucket(buckets, gaps, steps, np.cumsum(counts) - counts, changes.gaps, changes.steps)
+    for e, part in changes.buckets():
+        changes.sizes[e] += int(changes.gaps[part].sum(dtype=np.int64))
+    return changes
 
 
 def encode_segments(segments: list[list[tuple[U16, U16]]], threads: int) -> tuple[bytes, list[bytes]]:
@@ -96,7 +100,7 @@ def encode_segments(segments: list[list[tuple[U16, U16]]], threads: int) -> tupl
     gaps = {d: Alphabet.fitted_to_classes(gap_counts[d]) for d in sorted(gap_counts)}
     active = np.zeros(256, dtype=np.uint8)
     active[list(steps)] = 1
-    densities = np.zeros(CLASSES + 4, dtype=np.uint8)
+    densities = np.zeros(64, dtype=np.uint8)
     densities[list(gaps)] = 1
     tables = np.packbits(active).tobytes() + np.packbits(densities).tobytes()
     tables += b"".join(a.to_bytes() for a in (*steps.values(), *gaps.values()))
@@ -150,61 +154,75 @@ def _add(histograms: dict[int, I64], key: int, counts: I64) -> None:
 # --- reading ------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Applied:
+    """How changes are made."""
+
+    finite: bool
+    """Refuse to write what is infinite or no number."""
+    undo: Undo | None
+    """Learns how to put everything back."""
+
+
 def read_tables(reader: Reader) -> Tables:
     active = np.flatnonzero(np.unpackbits(np.frombuffer(reader.take(32, "the buckets"), dtype=np.uint8)))
-    densities = np.flatnonzero(np.unpackbits(np.frombuffer(reader.take(16, "densities"), dtype=np.uint8)))
+    densities = np.flatnonzero(np.unpackbits(np.frombuffer(reader.take(8, "densities"), dtype=np.uint8)))
     steps = {int(e): Alphabet.read(reader, STEP) for e in active}
     return steps, {int(d): Alphabet.read(reader, GAP) for d in densities}
 
 
-def apply_segment(
-    tensors: list[U16],
-    reader: Reader,
-    tables: Tables,
-    undo: Undo | None,
-) -> None:
-    """Changes `tensors`, and notes in `undo` how to put them back."""
+def apply_segment(tensors: list[U16], reader: Reader, tables: Tables, how: Applied) -> None:
+    """Changes `tensors`."""
     steps, gaps = tables
     total_values = sum(tensor.size for tensor in tensors)
     counts = np.zeros(256, dtype=np.int64)
     for e in steps:
         counts[e] = reader.number(total_values, "a count of changes")
-    wanted = (counts > 0).astype(np.uint8)
     sizes = np.zeros(256, dtype=np.int64)
     for tensor in tensors:
         kernels.count_buckets(tensor, sizes)
     if (counts > sizes).any():
         e = int(np.argmax(counts - sizes))
         raise DecodeError(f"delta: {counts[e]} changes among {sizes[e]} values", reason="delta_bounds")
-    ranks, folded = _read_changes(reader, counts, sizes, steps, gaps)
+    before, folded = _read_changes(reader, counts, sizes, steps, gaps)
 
     ends = np.cumsum(counts)
     nexts = ends - counts
-    seen = np.zeros(256, dtype=np.int64)
+    left = np.full(256, kernels.NEVER, dtype=np.int64)
+    used = counts > 0
+    left[used] = before[nexts[used]]
     for tensor in tensors:
-        room = min(tensor.size, int((ends - nexts).sum()))
+        changes = min(tensor.size, int((ends - nexts).sum()))
+        room = 0
+        if how.undo is not None and NOTE_BYTES * changes < tensor.nbytes:
+            room = changes
+        elif how.undo is not None:
+            how.undo.append((tensor, slice(None), tensor.copy()))
         positions, olds = np.empty(room, dtype=np.uint32), np.empty(room, dtype=np.uint16)
-        done = kernels.apply_changes(tensor, wanted, seen, nexts, ends, ranks, folded, positions, olds)
-        noted = done if done >= 0 else -1 - done
-        if undo is not None:
-            undo.append((tensor, positions[:noted].copy(), olds[:noted].copy()))
-        if done < 0:
+        done, end = kernels.apply_changes(
+            tensor, left, nexts, ends, before, folded, how.finite, positions, olds
+        )
+        if how.undo is not None and room:
+            how.undo.append((tensor, positions[:done].copy(), olds[:done].copy()))
+        if end == kernels.BEYOND:
             raise DecodeError("delta: a step leaves the 16 bits of a weight", reason="delta_bounds")
+        if end == kernels.NOT_FINITE:
+            raise DecodeError("delta: a weight would not be finite", reason="delta_not_finite")
     if not np.array_equal(nexts, ends):
         raise DecodeError("delta: changes that meet no weight", reason="delta_bounds")
 
 
 def _read_changes(
     reader: Reader, counts: I64, sizes: I64, steps: dict[int, Alphabet], gaps: dict[int, Alphabet]
-) -> tuple[I64, I64]:
-    """Rank in its bucket and step of each change. The low bits follow the symbols, so these come first."""
+) -> tuple[U32, U32]:
+    """Gap before and step of each change. The low bits follow the symbols, so these come first."""
     words = reader.number(reader.left // 4, "the length of the coded symbols")
     coded = np.frombuffer(reader.take(4 * words, "coded symbols"), dtype="<u4").astype(np.uint32)
     low = np.frombuffer(reader.take(reader.left, "low bits"), dtype=np.uint8)
     decoder = constriction.stream.queue.RangeDecoder(coded)
     total = int(counts.sum())
-    ranks, folded = np.empty(total, dtype=np.int64), np.empty(total, dtype=np.int64)
-    streams: list[tuple[I32, Alphabet, I64, int]] = []  # the last: size of the bucket for gaps, 0 for steps
+    before, folded = np.zeros(total, dtype=np.uint32), np.empty(total, dtype=np.uint32)
+    streams: list[tuple[I32, Alphabet, U32, int]] = []  # the last: size of the bucket for gaps, 0 for steps
     end = 0
     for bucket in np.flatnonzero(counts):
         e, count, size = int(bucket), int(counts[bucket]), int(sizes[bucket])
@@ -213,14 +231,12 @@ def _read_changes(
             alphabet = gaps.get(_density(count, size))
             if alphabet is None:
                 raise DecodeError(f"delta: no table for {count} of {size}", reason="delta_table")
-            streams.append((_read_symbols(decoder, alphabet, count), alphabet, ranks[start:end], size))
+            streams.append((_read_symbols(decoder, alphabet, count), alphabet, before[start:end], size))
         elif count < size:
             flags = _decoded(decoder, binary_model(count, size), size)
             if int(flags.sum(dtype=np.int64)) != count:
                 raise DecodeError(f"delta: not {count} changes among {size} values", reason="delta_bounds")
-            ranks[start:end] = np.flatnonzero(flags)
-        else:
-            ranks[start:end] = np.arange(size)
+            before[start:end] = np.diff(np.flatnonzero(flags), prepend=-1) - 1
         streams.append((_read_symbols(decoder, steps[e], count), steps[e], folded[start:end], 0))
 
     bits = sum(int(alphabet.extra[symbols].sum(dtype=np.int64)) for symbols, alphabet, _, _ in streams)
@@ -231,14 +247,12 @@ def _read_changes(
     at = 0
     for symbols, alphabet, values, size in streams:
         at = kernels.read_extra(symbols, alphabet.lowest, alphabet.extra, low, at, values)
-        if size:
-            np.cumsum(values + 1, out=values)
-            values -= 1
-            if values[-1] >= size:
-                raise DecodeError(f"delta: change {values[-1]} among {size} values", reason="delta_bounds")
-        elif values.max() > MAX_STEP:
+        reach = int(values.sum(dtype=np.int64)) + values.size
+        if size and reach > size:
+            raise DecodeError(f"delta: change {reach - 1} among {size} values", reason="delta_bounds")
+        if not size and values.max() > MAX_STEP:
             raise DecodeError(f"delta: a step of {values.max()}", reason="delta_bounds")
-    return ranks, folded
+    return before, folded
 
 
 def _read_symbols(decoder: Any, alphabet: Alphabet, count: int) -> I32:
@@ -259,19 +273,23 @@ def _decoded(decoder: Any, model: Any, count: int) -> I32:
 
 
 def mapped(function: Callable[[T], R], items: Iterable[T], threads: int) -> Iterator[R]:
-    """`map`, as many at a time as there are threads, so that no more results wait than that. An error comes
-    out when all that were begun have ended."""
+    """`map` on threads, that many at a time and no more than twice as many results ahead of the reader. An
+    error comes out when all that were begun have ended."""
     if threads <= 1:
         yield from map(function, items)
         return
-    left = iter(items)
     with ThreadPoolExecutor(threads, "delta") as pool:
-        while batch := list(itertools.islice(left, threads)):
-            yield from pool.map(function, batch)
+        ahead: deque[Future[R]] = deque()
+        for item in items:
+            ahead.append(pool.submit(function, item))
+            if len(ahead) > 2 * threads:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
 
 
 def _density(count: int, size: int) -> int:
-    """Which table the gaps of a bucket use: four to each doubling of the mean distance between changes."""
+    """Which table the gaps of a bucket use: two to each doubling of the mean distance between changes."""
     spacing = size // count
     top = spacing.bit_length() - 1
-    return spacing if spacing < 8 else 4 * (top - 1) + ((spacing >> (top - 2)) & 3)
+    return 2 * top + ((spacing >> (top - 1)) & 1 if top else 0)

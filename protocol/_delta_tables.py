@@ -1,9 +1,10 @@
 """Alphabets of `protocol.delta`: how numbers become symbols, what a symbol costs, and both as bytes.
 
-An alphabet is a list of exact values and of classes (`_delta_kernels`), each with a count. The counts, small
-integers, are sent, and the model of the range coder is built from the sent counts alone on both sides. The
-range coder takes them as 64-bit floats, where they are exact, and scales them to 24-bit integers with single
-divisions and multiplications, which IEEE 754 defines to the bit: the same model on any machine.
+An alphabet is a list of exact values and of classes (`_delta_kernels`), each with a count. A count is sent as
+one byte, which names one of 256 integers (`LEVELS`), and the model of the range coder is built from these
+alone on both sides. The range coder takes them as 64-bit floats, where they are exact, and scales them to
+24-bit integers with single divisions and multiplications, which IEEE 754 defines to the bit: the same model
+on any machine.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ __all__ = ["CLASSES", "GAP", "STEP", "Alphabet", "Reader", "binary_model", "vari
 CLASSES = 124
 """Classes that 32-bit numbers fall into."""
 
-MAX_COUNT = (1 << 14) - 1
-"""Counts are scaled down to this, two bytes each."""
+LEVELS: I64 = np.array([(16 + code % 16) << code // 16 for code in range(256)], dtype=np.int64)
+"""What the byte of a count stands for: 3 % apart, which costs a symbol less than 0.001 bit. Changing breaks:
+every delta."""
 
 MAX_STEP = (1 << 17) - 1
 """Largest folded step between two 16-bit patterns."""
@@ -31,15 +33,18 @@ MAX_STEP = (1 << 17) - 1
 GAP, STEP = 0, 1
 """Smallest value of a gap between changes, and of the step of a change (a change is never by nothing)."""
 
-MIN_SAVED_BITS = 40.0
+MIN_SAVED_BITS = 20.0
 """A value gets a symbol of its own when that saves more than the entry in the table costs."""
+
+MAX_EXACT = 1 << 12
+"""Values with symbols of their own in one alphabet: a few bytes must not become many objects."""
 
 
 class Reader:
     """Reads forward in untrusted bytes; every read past the end is a `DecodeError`."""
 
     def __init__(self, data: bytes | memoryview) -> None:
-        self._data = memoryview(data)
+        self._data = memoryview(data).toreadonly()
         self.at = 0
 
     @property
@@ -83,7 +88,7 @@ def varint(value: int) -> bytes:
 class Alphabet:
     """Symbols 0 to n-1: exact values in ascending order, then classes in ascending order."""
 
-    def __init__(self, exact: list[int], classes: list[int], counts: list[int]) -> None:
+    def __init__(self, exact: list[int], classes: list[int], counts: bytes) -> None:
         self._exact, self._classes, self._counts = exact, classes, counts
         self.lowest: U32 = np.array(exact + [_lowest(c) for c in classes], dtype=np.uint32)
         self.extra: U8 = np.array([0] * len(exact) + [_extra(c) for c in classes], dtype=np.uint8)
@@ -91,7 +96,7 @@ class Alphabet:
 
     @functools.cached_property
     def model(self) -> Any:
-        return _categorical(self._counts)
+        return _categorical(LEVELS[np.frombuffer(self._counts, dtype=np.uint8)])
 
     def symbols(self, values: U32) -> I32:
         exact, by_class = self._lookup
@@ -119,31 +124,28 @@ class Alphabet:
         # what each value would cost as a member of its class, against a symbol of its own
         saved = counts * (opened - np.log2(per_class[kinds] / counts))
         own = (opened > 0) & (saved > MIN_SAVED_BITS)
+        own[np.argsort(np.where(own, -saved, 0.0), kind="stable")[MAX_EXACT:]] = False
         rest = np.bincount(kinds[~own], weights=counts[~own], minlength=CLASSES).astype(np.int64)
         classes = np.flatnonzero(rest)
         raw = np.concatenate([counts[own], rest[classes]])
-        scale = max(1.0, float(raw.max()) / MAX_COUNT)
-        scaled = np.maximum(1, np.round(raw / scale).astype(np.int64))
-        return cls(values[own].tolist(), classes.tolist(), scaled.tolist())
+        return cls(values[own].tolist(), classes.tolist(), _codes(raw))
 
     @classmethod
     def fitted_to_classes(cls, rest: I64) -> Alphabet:
         """The alphabet of classes alone, which occur `rest[class]` times."""
         classes = np.flatnonzero(rest)
-        scale = max(1.0, float(rest.max()) / MAX_COUNT)
-        scaled = np.maximum(1, np.round(rest[classes] / scale).astype(np.int64))
-        return cls([], classes.tolist(), scaled.tolist())
+        return cls([], classes.tolist(), _codes(rest[classes]))
 
     def to_bytes(self) -> bytes:
         parts = [varint(len(self._exact)), varint(len(self._classes))]
         for values in (self._exact, self._classes):
             parts += [varint(v - before - 1) for before, v in zip([-1, *values], values, strict=False)]
-        return b"".join(parts + [varint(count - 1) for count in self._counts])
+        return b"".join([*parts, self._counts])
 
     @classmethod
     def read(cls, reader: Reader, least: int) -> Alphabet:
         """`least` is `GAP` or `STEP`."""
-        n_exact = reader.number(MAX_STEP if least == STEP else 0, "the number of exact values")
+        n_exact = reader.number(MAX_EXACT if least == STEP else 0, "the number of exact values")
         n_classes = reader.number(CLASSES, "the number of classes")
         if n_exact + n_classes == 0:
             raise DecodeError("delta: an alphabet without symbols", reason="delta_table")
@@ -162,19 +164,23 @@ class Alphabet:
                     raise DecodeError(f"delta: {value} in an alphabet to {limit}", reason="delta_table")
                 values.append(value)
             lists.append(values)
-        counts = [1 + reader.number(MAX_COUNT - 1, "a count") for _ in range(n_exact + n_classes)]
-        return cls(lists[0], lists[1], counts)
+        counts = reader.take(n_exact + n_classes, "counts")
+        return cls(lists[0], lists[1], bytes(counts))
 
 
 def binary_model(changed: int, size: int) -> Any:
     """The model of one change flag, when `changed` of `size` values change."""
-    return _categorical([size - changed, changed])
+    return _categorical(np.array([size - changed, changed], dtype=np.int64))
 
 
-def _categorical(counts: list[int]) -> Any:
-    return constriction.stream.model.Categorical(
-        np.array(counts, dtype=np.float64), lazy=False, perfect=False
-    )
+def _categorical(counts: I64) -> Any:
+    return constriction.stream.model.Categorical(counts.astype(np.float64), lazy=False, perfect=False)
+
+
+def _codes(counts: I64) -> bytes:
+    """The level next to each count, the largest at the highest level."""
+    scaled = counts * (LEVELS[-1] / counts.max())
+    return bytes(np.searchsorted((LEVELS[1:] + LEVELS[:-1]) / 2, scaled).astype(np.uint8))
 
 
 def _class_of(value: int) -> int:

@@ -77,6 +77,17 @@ def write_tiny_policy(folder: Path, characters: str = CHARACTERS, seed: int = 0,
 
 
 @pytest.fixture(scope="session")
+def compiled_delta() -> None:
+    """The loops of `protocol.delta`, before a test's time counts and before it is watched for unpickling:
+    numba reads its own cache so."""
+    pytest.importorskip("constriction")
+    pytest.importorskip("numba")
+    from protocol.delta import warm_up
+
+    warm_up()
+
+
+@pytest.fixture(scope="session")
 def tiny_policy_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of the tiny policy."""
     return write_tiny_policy(tmp_path_factory.mktemp("policies") / "tiny")

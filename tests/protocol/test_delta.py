@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from hypothesis.extra import numpy as hnp
 pytest.importorskip("constriction")
 pytest.importorskip("numba")
 
-from protocol import _delta_segments, delta
+from protocol import _delta_layout, _delta_segments, _delta_tables, delta
 from protocol._delta_kernels import U16
 from protocol._delta_tables import varint
 from protocol.errors import DecodeError, LocalProtocolError, RemoteProtocolError
@@ -27,13 +28,7 @@ SPECIAL = [0x0000, 0x8000, 0x7F80, 0xFF80, 0x7FC0, 0x7F81, 0xFFFF, 0x0001, 0x800
 PAYLOAD = len(delta.MAGIC) + 64
 
 
-@pytest.fixture(scope="session", autouse=True)
-def compiled() -> None:
-    """The kernels, compiled or read from numba's cache, before a test's time counts."""
-    base, new = updated(1000, 0.3)
-    delta.decode(base, delta.encode(base, new))
-    noise = {"w": np.arange(100, dtype=np.uint16)}
-    delta.encode(noise, {"w": noise["w"] ^ np.uint16(0x5A5A)})
+pytestmark = pytest.mark.usefixtures("compiled_delta")
 
 
 def bf16(values: np.ndarray) -> U16:
@@ -109,11 +104,11 @@ def test_every_pattern_steps_to_a_neighbour_and_far_away() -> None:
 
 
 def test_segments_end_where_both_sides_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delta, "SEGMENT_VALUES", 500)
+    monkeypatch.setattr(_delta_layout, "SEGMENT_VALUES", 500)
     base: Weights = {}
     new: Weights = {}
     for k in range(9):
-        one, two = updated(100 + 50 * k, 1e-2, seed=k)
+        one, two = updated(400 + 50 * k, 1e-2, seed=k)
         base[f"w{k}"], new[f"w{k}"] = one["w"], two["w"]
     new["w3"] = base["w3"].copy()
     data = assert_lossless(base, new)
@@ -149,13 +144,68 @@ def test_tied_tensors_that_share_memory_are_changed_in_place() -> None:
     np.testing.assert_array_equal(shared, new["w"])
 
 
-GOLDEN_BASE = "050ab056c902736f7866a75c233b7c32b00de76c686c390d8f6f8898450e3e50"
+def test_digest_knows_names_shapes_and_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    array = np.arange(60, dtype=np.uint16)
+    other = array.copy()
+    other[59] ^= 1
+    sets = [{"w": array}, {"v": array}, {"w": array.reshape(6, 10)}, {"w": other}, {"w": array, "v": array}]
+    assert len({delta.weights_digest(weights) for weights in sets}) == len(sets)
+    tied = {"w": array, "v": array.copy()}
+    assert delta.weights_digest(tied) == delta.weights_digest(sets[-1])
+    assert delta.weights_digest(tied, threads=3) == delta.weights_digest(tied)
+    monkeypatch.setattr(_delta_layout, "SEGMENT_VALUES", 7)
+    assert delta.weights_digest(tied, threads=3) == delta.weights_digest(sets[-1])
+    assert delta.weights_digest({"w": other}) != delta.weights_digest({"w": array})
+
+
+def test_steps_are_seen_from_zero() -> None:
+    """Values that all shrink cost the same whether half of them are negative or none."""
+    base, _ = updated(20_000, 0.0)
+    base["w"] &= 0x7FFF
+    smaller = np.random.default_rng(3).random(20_000) < 0.1
+    new = {"w": base["w"] - smaller.astype(np.uint16)}
+    signs = np.random.default_rng(4).integers(0, 2, 20_000).astype(np.uint16) << 15
+    both = len(assert_lossless({"w": base["w"] ^ signs}, {"w": new["w"] ^ signs}))
+    assert both == len(assert_lossless(base, new))
+
+
+def test_an_alphabet_has_so_many_values_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = np.full(40_000, 0x3F80, dtype=np.uint16)
+    new = base + np.random.default_rng(0).integers(0, 2, 40_000).astype(np.uint16) * np.uint16(0x1234)
+    free = len(assert_lossless({"w": base}, {"w": new}))
+    monkeypatch.setattr(_delta_tables, "MAX_EXACT", 0)
+    assert len(assert_lossless({"w": base}, {"w": new})) > free
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [3e-5, 3e-4, 1.0], ids=str)
+def test_memory_beyond_two_weight_sets_is_bounded(step: float) -> None:
+    """At most 1.2 times the largest tensor, if that is as large as an embedding of 28 million values. What
+    undoes an update in place is the second weight set, and smaller while few values change."""
+    base, new = updated(14 * _delta_layout.SEGMENT_VALUES, step)
+    largest = base["w"].nbytes
+    undo = min(6 * int((base["w"] != new["w"]).sum()), largest)
+    digests = {"base_digest": delta.weights_digest(base), "new_digest": delta.weights_digest(new)}
+    tracemalloc.start()
+    try:
+        data = delta.encode(base, new, **digests)
+        assert tracemalloc.get_traced_memory()[1] - 2 * len(data) <= 1.2 * largest
+        tracemalloc.reset_peak()
+        before = tracemalloc.get_traced_memory()[0]
+        delta.apply(base, data)
+        assert tracemalloc.get_traced_memory()[1] - before - undo <= 1.2 * largest
+    finally:
+        tracemalloc.stop()
+    np.testing.assert_array_equal(base["w"], new["w"])
+
+
+GOLDEN_BASE = "8f7cc1274217b93c1c0a05c8e3d0aa63e03c2c72cc2a78414abe19ff6591f399"
 GOLDEN_BODY = bytes.fromhex(
-    "04c5018000000000000000000000000000003f0000000000000000000000000000000000000880000000000000000000"
-    "0000000008032704030200010000000000000000000001020100020209000000013b2700010201000102000001020000"
-    "05000109070100000000010002130100006b080202280201010520b9cb094005002e8ad96f4c326cabf9bc61cc9cb31e"
-    "eb091ad6736104d99a6a16d7e25cdc8b8371314ec6cd381a57e36cdc8dc371394ec7ed381ed7e37cdc8f0372414ec80d"
-    "392257e48cdc914372494ec92d3926d7e49cdc938372514eca4d994102"
+    "04c5018000000000000000000000000000003f00000000000000000000000000000000100a0000000000000008032704"
+    "0302000100ffffffffffffffff000102ff00020209ffff00013bff000102ff000102ff000102ff00020010ffa9000500"
+    "01090701efefefefff00021301ffff5f080202280201010220b9cb09f78bbd46b31eeb091ad6736104d99a8ab3b816e7"
+    "e25e1c8c8b71326ec6d1b81a67e36e1c8ecb713a6ec7f1b81ee7e37e1c900b72426ec811b92267e48e1c924b724a6ec9"
+    "31b926e7e49e1c948b72526eca0c12"
 )
 
 
@@ -274,7 +324,7 @@ def test_another_result_is_told_apart_and_undone(small: tuple[Weights, Weights, 
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_errors_in_late_segments_undo_the_early_ones(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
-    monkeypatch.setattr(delta, "SEGMENT_VALUES", 500)
+    monkeypatch.setattr(_delta_layout, "SEGMENT_VALUES", 500)
     base, new = updated(5000, 3e-2)
     data = bytearray(delta.encode(base, new))
     data[-8:] = b"\xff" * 8
@@ -282,6 +332,50 @@ def test_errors_in_late_segments_undo_the_early_ones(monkeypatch: pytest.MonkeyP
     with pytest.raises(DecodeError):
         delta.apply(base, bytes(data), threads=threads)
     np.testing.assert_array_equal(base["w"], before)
+
+
+@pytest.mark.parametrize("dense", [False, True], ids=["coded", "raw"])
+@pytest.mark.parametrize("bad", [0x7F80, 0xFF80, 0x7FC1], ids=hex)
+def test_values_that_are_not_finite_are_refused_where_asked(bad: int, dense: bool) -> None:
+    base, new = updated(3000, 3e-2)
+    if dense:
+        new["w"] = np.random.default_rng(0).integers(0, 0x7F00, 3000, dtype=np.uint16)
+    new["w"][2000] = bad
+    data = delta.encode(base, new)
+    before = base["w"].copy()
+    with pytest.raises(DecodeError) as caught:
+        delta.apply(base, data, finite=True)
+    assert caught.value.reason == "delta_not_finite"
+    np.testing.assert_array_equal(base["w"], before)
+    with pytest.raises(DecodeError):
+        delta.decode(base, data, finite=True)
+    np.testing.assert_array_equal(delta.decode(base, data)["w"], new["w"])
+    new["w"][2000] = 0
+    finite = delta.decode(base, delta.encode(base, new), finite=True)
+    np.testing.assert_array_equal(finite["w"], new["w"])
+
+
+def test_more_bytes_than_a_copy_are_refused_before_any_work(small: tuple[Weights, Weights, bytes]) -> None:
+    base, _, data = small
+    longest = delta.max_delta_bytes(base)
+    assert refused(base, data + bytes(longest - len(data))) == "delta_trailing"
+    assert refused(base, data + bytes(longest + 1 - len(data))) == "delta_size"
+
+
+def test_tied_tensors_are_not_changed_twice() -> None:
+    """Two segments at once would write to the same memory, and undo in any order."""
+    base, new = updated(3000, 3e-2)
+    apart = {"a": base["w"], "b": base["w"].copy()}
+    data = delta.encode(apart, {"a": new["w"], "b": new["w"][::-1].copy()})
+    assert refused({"a": base["w"], "b": base["w"]}, data) == "delta_shape"
+
+
+def test_many_changes_are_undone_from_a_copy(small: tuple[Weights, Weights, bytes]) -> None:
+    """Where notes would take more memory than the tensor."""
+    base, new = updated(4000, 0.3)
+    data = bytearray(delta.encode(base, new))
+    data[len(delta.MAGIC) + 32] ^= 1
+    assert refused(base, bytes(data)) == "delta_result"
 
 
 def test_another_format_is_told_apart(small: tuple[Weights, Weights, bytes]) -> None:
@@ -302,26 +396,26 @@ def forged(base: Weights, body: bytes) -> bytes:
         (varint(1 << 40), "delta_bounds"),
         (varint(1) + b"\x04", "delta_shape"),  # a kind beyond the last tensor
         (varint(1) + b"\x03" + varint(0), "delta_shape"),  # tied to itself
-        (varint(1) + b"\x01" + b"\xff" * 48, "delta_truncated"),
-        (varint(1) + b"\x01" + bytes(48) + varint(1 << 40), "delta_truncated"),
-        (varint(1) + b"\x01" + bytes(48) + b"\xff" * 9, "delta_bounds"),
+        (varint(1) + b"\x01" + b"\xff" * 40, "delta_truncated"),
+        (varint(1) + b"\x01" + bytes(40) + varint(1 << 40), "delta_bounds"),
+        (varint(1) + b"\x01" + bytes(40) + b"\xff" * 9, "delta_bounds"),
         (varint(1) + b"\x02" + bytes(3), "delta_truncated"),
     ],
 )
 def test_forged_bodies_are_refused_before_memory_is_taken(body: bytes, reason: str) -> None:
-    base = {"w": np.full(10, 0x3F80, np.uint16)}
+    base = {"w": np.full(100, 0x3F80, np.uint16)}
     assert refused(base, forged(base, body)) == reason
 
 
 def test_more_changes_than_values_are_refused() -> None:
-    base = {"w": np.full(10, 0x3F80, np.uint16)}
+    base = {"w": np.full(100, 0x3F80, np.uint16)}
     active = np.zeros(256, np.uint8)
     active[0x7F] = 1
-    table = varint(0) + varint(1) + varint(1) + varint(0)  # one class, 1, once
-    segment = varint(10) + varint(0)
-    tables = varint(1) + b"\x01" + np.packbits(active).tobytes() + bytes(16) + table
+    table = varint(0) + varint(1) + varint(1) + b"\x00"  # one class, 1
+    segment = varint(100) + varint(0)
+    tables = varint(1) + b"\x01" + np.packbits(active).tobytes() + bytes(8) + table
     assert refused(base, forged(base, tables + varint(len(segment)) + segment)) == "delta_result"
-    segment = varint(11) + varint(0)
+    segment = varint(101) + varint(0)
     assert refused(base, forged(base, tables + varint(len(segment)) + segment)) == "delta_bounds"
 
 
@@ -333,6 +427,17 @@ def test_the_rest_of_protocol_does_without_the_extra() -> None:
             assert not re.search(r"^\s*(from|import) .*(delta|numba|constriction)", source, re.MULTILINE), (
                 path
             )
+
+
+def test_weights_that_may_not_be_written_are_coded_and_decoded_but_not_changed() -> None:
+    base, new = updated(3000, 1e-2)
+    data = delta.encode(base, new)
+    for array in (base["w"], new["w"]):
+        array.flags.writeable = False
+    assert delta.encode(base, new) == data
+    np.testing.assert_array_equal(delta.decode(base, bytearray(data))["w"], new["w"])
+    with pytest.raises(LocalProtocolError, match="copy them"):
+        delta.apply(base, data)
 
 
 def test_our_own_mistakes_are_ours() -> None:
