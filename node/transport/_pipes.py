@@ -71,10 +71,11 @@ class Pipe:
 
 
 class MemoryChannel(ByteChannel):
-    """One end of a pair of pipes. `carry(pipe, arrive)` calls `arrive` after the link's delay, in order."""
+    """One end of a pair of pipes. `carry(pipe, count, arrive)` calls `arrive` when `count` bytes have passed
+    the link, in order."""
 
     def __init__(
-        self, inbound: Pipe, outbound: Pipe, carry: Callable[[Pipe, Callable[[], None]], None]
+        self, inbound: Pipe, outbound: Pipe, carry: Callable[[Pipe, int, Callable[[], None]], None]
     ) -> None:
         self.on_close: Callable[[MemoryChannel], object] | None = None
         self._inbound = inbound
@@ -98,7 +99,7 @@ class MemoryChannel(ByteChannel):
             if self._closed:
                 raise TransportError("the stream is closed")
             self._outbound.announce(len(piece))
-            self._carry(self._outbound, lambda piece=piece: self._outbound.feed(piece))
+            self._carry(self._outbound, len(piece), lambda piece=piece: self._outbound.feed(piece))
 
     def close(self) -> None:
         if self._closed:
@@ -106,7 +107,7 @@ class MemoryChannel(ByteChannel):
         self._closed = True
         if self.on_close is not None:
             self.on_close(self)
-        self._carry(self._outbound, self._outbound.end)
+        self._carry(self._outbound, 0, self._outbound.end)
         self._inbound.break_off()
 
     def reset(self) -> None:

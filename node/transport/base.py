@@ -72,7 +72,8 @@ class TransportLimits:
     dht_records: int = 4096
     """Records of other peers that this node keeps for the DHT; those that expire first leave first."""
     stream_timeout_s: float = 20.0
-    """Deadline of one stream handler as a whole: a peer that sends a byte per ten seconds ends here."""
+    """Deadline of one frame, and of one stream handler as a whole unless it was served with another: a peer
+    that sends a byte per ten seconds ends here."""
     dht_timeout_s: float = 10.0
     connect_timeout_s: float = 10.0
 
@@ -152,9 +153,10 @@ class Transport(ABC):
         """Open a stream to a handler at `peer_id`. Raises `TransportError` or `DeadlineError`."""
 
     @abstractmethod
-    def serve(self, protocol: str, handler: StreamHandler) -> None:
+    def serve(self, protocol: str, handler: StreamHandler, *, deadline_s: float | None = None) -> None:
         """Answer streams of `protocol`. Whatever the handler raises closes that stream only; a
-        `RemoteProtocolError` is counted against the peer."""
+        `RemoteProtocolError` is counted against the peer. The handler ends after `deadline_s` seconds, as
+        does every one by default after `stream_timeout_s`, which each single frame must keep in any case."""
 
     @abstractmethod
     def counters(self) -> dict[tuple[PeerId, str], int]:

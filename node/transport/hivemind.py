@@ -101,7 +101,7 @@ class HivemindTransport(Transport):
         self._session_changed = asyncio.Event()
         self._supervisor: asyncio.Task[None] | None = None
         self._addresses: tuple[str, ...] = ()
-        self._handlers: dict[str, StreamHandler] = {}
+        self._handlers: dict[str, tuple[StreamHandler, float | None]] = {}
         self._subscriptions: dict[Subscription, SocketPair] = {}
         self._neighbours = Neighbours(self._limits, self._delay_s)
         self._restarts = 0
@@ -370,9 +370,9 @@ class HivemindTransport(Transport):
             f"opening {protocol} at {peer_id}", self._limits.connect_timeout_s, open_channel
         )
 
-    def serve(self, protocol: str, handler: StreamHandler) -> None:
+    def serve(self, protocol: str, handler: StreamHandler, *, deadline_s: float | None = None) -> None:
         known = protocol in self._handlers
-        self._handlers[protocol] = handler
+        self._handlers[protocol] = (handler, deadline_s)
         if self._session is not None and not known:
             self._session.spawn(self._handle(self._session, protocol))
 
@@ -395,11 +395,11 @@ class HivemindTransport(Transport):
         except (*STACK_ERRORS, TimeoutError, ValueError):
             channel.abort()
             return
-        handler = self._handlers.get(info.proto)
-        if handler is None:
+        served = self._handlers.get(info.proto)
+        if served is None:
             channel.abort()
             return
-        self._gate.accept(PeerID(info.peer).to_base58(), channel, handler)
+        self._gate.accept(PeerID(info.peer).to_base58(), channel, *served)
 
 
 async def _serve(server: asyncio.Server) -> None:

@@ -3,14 +3,17 @@
 One `MemoryNetwork` holds the links and the one random source; each node has a `MemoryTransport`. Everything
 moves by `loop.call_at` only, so on a virtual loop (`node.clock.run_virtual`) the same seed gives the same
 run. Gossip floods hop by hop over connections between subscribers, DHT records lie at the five closest
-reachable peers, streams are byte pipes under the same frames and caps as real ones. Not modelled: bandwidth,
-and the internals of GossipSub and Kademlia.
+reachable peers, streams are byte pipes under the same frames and caps as real ones; a node's streams share
+its up- and downlink, first come first served, where `limit` set their bandwidth. Not modelled: bandwidth of
+gossip and DHT, and the internals of GossipSub and Kademlia.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
+import math
 import random
 import re
 from collections import OrderedDict
@@ -56,6 +59,26 @@ class _Message:
     data: bytes
 
 
+class _Line:
+    """One direction of a node's access to the network."""
+
+    __slots__ = ("_bytes_per_s", "_free_at_s")
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._free_at_s = 0.0
+
+    def through(self, now_s: float, count: int) -> float:
+        """When `count` bytes that come now have passed."""
+        if math.isinf(self._bytes_per_s):  # shared by runs whose virtual clocks begin anew
+            return now_s
+        self._free_at_s = max(self._free_at_s, now_s) + count / self._bytes_per_s
+        return self._free_at_s
+
+
+_UNLIMITED = _Line(math.inf)
+
+
 class MemoryNetwork:
     """Who is connected to whom, over which links. All randomness of a run comes from `seed`."""
 
@@ -72,6 +95,8 @@ class MemoryNetwork:
         self._group_of: dict[PeerId, int] = {}
         self._last_at: dict[tuple[PeerId, PeerId], float] = {}
         self._channels: dict[MemoryChannel, tuple[PeerId, PeerId]] = {}
+        self._uplinks: dict[PeerId, _Line] = {}
+        self._downlinks: dict[PeerId, _Line] = {}
         self._messages = 0
 
     def transport(
@@ -83,6 +108,11 @@ class MemoryNetwork:
     ) -> MemoryTransport:
         """A node of this network. Without `validate_record` every DHT record within its size is accepted."""
         return MemoryTransport(self, peer_id, validate_record, limits or TransportLimits())
+
+    def limit(self, peer_id: PeerId, up_mbit: float, down_mbit: float) -> None:
+        """From now on all streams of a peer share this bandwidth, in Mbit/s."""
+        self._uplinks[peer_id] = _Line(up_mbit * 1e6 / 8)
+        self._downlinks[peer_id] = _Line(down_mbit * 1e6 / 8)
 
     # --- faults ---
 
@@ -184,15 +214,31 @@ class MemoryNetwork:
     def open_channels(self, source: PeerId, target: PeerId) -> tuple[MemoryChannel, MemoryChannel]:
         """Both ends of a new byte channel."""
         there, back = Pipe(), Pipe()
-        ends = MemoryChannel(back, there, self._carry), MemoryChannel(there, back, self._carry)
+        ends = (
+            MemoryChannel(back, there, functools.partial(self._carry, source, target)),
+            MemoryChannel(there, back, functools.partial(self._carry, target, source)),
+        )
         for end in ends:
             self._channels[end] = (source, target)
             end.on_close = lambda closed: self._channels.pop(closed, None)
         return ends
 
-    def _carry(self, pipe: Pipe, arrive: Callable[[], None]) -> None:
-        pipe.last_at_s = max(self._now_s() + self._reliable_delay_s(), pipe.last_at_s + _FIFO_STEP_S)
-        asyncio.get_running_loop().call_at(pipe.last_at_s, arrive)
+    def _carry(
+        self, source: PeerId, target: PeerId, pipe: Pipe, count: int, arrive: Callable[[], None]
+    ) -> None:
+        """Through the uplink of `source`, over the network, through the downlink of `target`."""
+        loop = asyncio.get_running_loop()
+        sent_at_s = self._uplinks.get(source, _UNLIMITED).through(self._now_s(), count)
+        pipe.last_at_s = max(sent_at_s + self._reliable_delay_s(), pipe.last_at_s + _FIFO_STEP_S)
+        downlink = self._downlinks.get(target)
+        if downlink is None:
+            loop.call_at(pipe.last_at_s, arrive)
+            return
+
+        def reached() -> None:
+            loop.call_at(downlink.through(self._now_s(), count), arrive)
+
+        loop.call_at(pipe.last_at_s, reached)
 
     def _deliver(self, source: PeerId, target: PeerId, deliver: Callable[[], None]) -> None:
         if self.reachable(source, target) is not None:
@@ -243,7 +289,7 @@ class MemoryTransport(Transport):
         self._refusals = Refusals()
         self._gate = StreamGate(limits, self._refusals)
         self._held = HeldRecords(validate_record, limits, self._refusals)
-        self._handlers: dict[str, StreamHandler] = {}
+        self._handlers: dict[str, tuple[StreamHandler, float | None]] = {}
         self._subscriptions: list[Subscription] = []
         self._seen: OrderedDict[int, None] = OrderedDict()
         self._own_records: dict[str, tuple[bytes, int]] = {}
@@ -392,15 +438,15 @@ class MemoryTransport(Transport):
         except TimeoutError:
             raise DeadlineError(f"opening {protocol} at {peer_id}", self._limits.connect_timeout_s) from None
         other = self._dial(peer_id, TransportError(f"{peer_id} cannot be reached"))
-        handler = other._handlers.get(protocol)
-        if handler is None:
+        served = other._handlers.get(protocol)
+        if served is None:
             raise TransportError(f"{peer_id} does not serve {protocol}")
         here, there = self._network.open_channels(self.peer_id, peer_id)
-        other._gate.accept(self.peer_id, there, handler)
+        other._gate.accept(self.peer_id, there, *served)
         return here
 
-    def serve(self, protocol: str, handler: StreamHandler) -> None:
-        self._handlers[protocol] = handler
+    def serve(self, protocol: str, handler: StreamHandler, *, deadline_s: float | None = None) -> None:
+        self._handlers[protocol] = (handler, deadline_s)
 
     # --- state ---
 

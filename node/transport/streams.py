@@ -104,14 +104,19 @@ class StreamGate:
         self._failures_logged: set[str] = set()
         self._closed = False
 
-    def accept(self, peer_id: PeerId, channel: ByteChannel, handler: StreamHandler) -> None:
-        """Start the handler of a new incoming stream, or close it at once when its peer is above a cap."""
+    def accept(
+        self, peer_id: PeerId, channel: ByteChannel, handler: StreamHandler, deadline_s: float | None = None
+    ) -> None:
+        """Start the handler of a new incoming stream, or close it at once when its peer is above a cap.
+        The handler ends after `deadline_s` seconds (without: `stream_timeout_s`)."""
         reason = self._refusal(peer_id)
         if reason is not None:
             self._refusals.add(peer_id, reason)
             channel.close()
             return
-        task = asyncio.create_task(self._handle(peer_id, channel, handler))
+        if deadline_s is None:
+            deadline_s = self._limits.stream_timeout_s
+        task = asyncio.create_task(self._handle(peer_id, channel, handler, deadline_s))
         self._open_by_peer[peer_id] += 1
         self._tasks.add(task)
 
@@ -149,10 +154,12 @@ class StreamGate:
             return "streams"
         return None
 
-    async def _handle(self, peer_id: PeerId, channel: ByteChannel, handler: StreamHandler) -> None:
+    async def _handle(
+        self, peer_id: PeerId, channel: ByteChannel, handler: StreamHandler, deadline_s: float
+    ) -> None:
         stream = FramedStream(peer_id, channel, self._limits.stream_timeout_s)
         try:
-            async with asyncio.timeout(self._limits.stream_timeout_s):
+            async with asyncio.timeout(deadline_s):
                 await handler(stream)
         except (TimeoutError, DeadlineError):
             self._refusals.add(peer_id, "deadline")

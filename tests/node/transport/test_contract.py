@@ -313,6 +313,36 @@ async def test_silent_stream_ends_by_deadline(nodes):
     assert first.counters() == {(second.peer_id, "deadline"): 1}
 
 
+async def test_handler_served_with_a_deadline_outlives_the_default_one(nodes):
+    async def count(stream: Stream) -> None:
+        while True:
+            await stream.send(b"alive")
+            await asyncio.sleep(0.05)
+
+    def prepare(transport) -> None:
+        transport.serve("/test/1/default", count)
+        transport.serve("/test/1/long", count, deadline_s=0.8)
+
+    first = await nodes.open(1, limits=TransportLimits(stream_timeout_s=0.2), prepare=prepare)
+    second = await nodes.open(2, first)
+    heard = {}
+    for protocol in ("/test/1/default", "/test/1/long"):
+        stream = await second.open_stream(first.peer_id, protocol)
+        heard[protocol] = await _frames_until_the_end(stream)
+    assert heard["/test/1/default"] <= 5 < heard["/test/1/long"] <= 17
+    assert first.counters() == {(second.peer_id, "deadline"): 2}
+
+
+async def _frames_until_the_end(stream: Stream) -> int:
+    count = 0
+    try:
+        while True:
+            await stream.receive()
+            count += 1
+    except TransportError:
+        return count
+
+
 async def test_crash_fails_calls_at_once_and_recovery_restores_everything(nodes):
     first = await nodes.open(1, prepare=lambda transport: transport.serve(ECHO, echo))
     second = await nodes.open(2, first)

@@ -254,3 +254,39 @@ def test_dead_link_is_a_deadline_error():
         await close(nodes)
 
     run_virtual(main())
+
+
+def test_streams_share_the_bandwidth_of_both_ends():
+    """1 Mbit/s out of one node to two others: 125 kB to each take 2 s, and 4 s through 0.25 Mbit/s in."""
+
+    async def main() -> None:
+        network = MemoryNetwork(clock=VirtualClock())
+        nodes = [
+            network.transport(Identity.from_seed(bytes([number + 1]) * 32).peer_id) for number in range(3)
+        ]
+        arrived_s = {}
+
+        async def take(stream: Stream, target: int) -> None:
+            received = 0
+            while received < 125_000:
+                received += len(await stream.receive())
+            arrived_s[target] = asyncio.get_running_loop().time()
+
+        for node in nodes:
+            await node.start()
+        network.limit(nodes[0].peer_id, 1.0, 1.0)
+        for target, node in enumerate(nodes[1:]):
+            node.serve("/test/1/take", lambda stream, target=target: take(stream, target))
+
+        network.limit(nodes[2].peer_id, 1.0, 0.25)
+        streams = [await nodes[0].open_stream(node.peer_id, "/test/1/take") for node in nodes[1:]]
+        for _ in range(25):
+            for stream in streams:
+                await stream.send(bytes(5_000))
+        await asyncio.sleep(10.0)
+        assert arrived_s[0] == pytest.approx(2.0, abs=0.1)
+        assert arrived_s[1] == pytest.approx(4.0, abs=0.1)
+        for node in nodes:
+            await node.close()
+
+    run_virtual(main())
