@@ -326,7 +326,7 @@ def test_a_node_whose_engine_stays_wrong_shares_nothing_more_and_trains_on(
     tmp_path: Path, policies: Sequence[Policy]
 ) -> None:
     class Wrong(TransformersEngine):
-        name = "vllm"  # probed at every version
+        probe_each = True  # probed at every version
 
         def logprobs(self, sequences: Any) -> Any:
             return [scored - 0.1 * (self.policy_version >= 4) for scored in super().logprobs(sequences)]
