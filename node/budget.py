@@ -174,6 +174,8 @@ class Wishes:
     """Of the GPU's memory for vLLM; 0: as much as it needs."""
     fallback: bool = False
     """The newest weights are kept for an engine that takes vLLM's place."""
+    trains: bool = True
+    """False for a follower: there is no trainer, and weights that come in are kept beside the engine's."""
     anew: Wishes | None = None
     """Those of a new run, where this one's checkpoint fixes what the configuration leaves open."""
 
@@ -201,6 +203,7 @@ class Wishes:
             fixed_cache_bytes=config.vllm.kv_cache_mib * 2**20 if on_vllm and device == "cpu" else 0,
             fixed_share=config.vllm.gpu_memory_share if on_vllm and device == "cuda" else 0.0,
             fallback=on_vllm and config.rollout.fallback,
+            trains=config.role == "trainer",
         )
 
 
@@ -230,6 +233,8 @@ class MemoryPlan:
     parts: tuple[Part, ...]
     engine_share: float = 0.0
     """Of the GPU's memory, for vLLM; 0 where that does not apply."""
+    trains: bool = True
+    """False for a follower, where what is tuned says what the owner tunes."""
 
     @property
     def total_bytes(self) -> int:
@@ -245,17 +250,23 @@ class MemoryPlan:
     def fits(self) -> bool:
         return self.total_bytes <= self.machine.usable_bytes
 
+    def _way(self) -> str:
+        if not self.trains:
+            return f"follows {self.tuning} tuning"
+        return f"{self.tuning} tuning, {self.optimiser}, {self.sharing}"
+
     def lines(self) -> Iterator[str]:
         """The table, for people."""
         machine = self.machine
         yield (
-            f"memory plan for {machine.name}: {self.tuning} tuning, {self.optimiser}, {self.sharing}, "
+            f"memory plan for {machine.name}: {self._way()}, "
             f"{self.micro_batch_tokens} tokens a pass{', layers recomputed' if self.recompute else ''}"
         )
         for owner in ("trainer", "engine"):
             parts = [part for part in self.parts if part.owner == owner]
             told = "  ".join(f"{part.name} {_gib(part.size_bytes)}" for part in parts)
-            yield f"  {owner:8} {told}  = {_gib(sum(part.size_bytes for part in parts))} GiB"
+            name = owner if self.trains or owner == "engine" else "follower"
+            yield f"  {name:8} {told}  = {_gib(sum(part.size_bytes for part in parts))} GiB"
         at_once = "at the same time" if self.sharing == "concurrent" else "by turns"
         yield (
             f"  {at_once} {_gib(self.total_bytes)} of {_gib(machine.usable_bytes)} GiB "
@@ -315,8 +326,8 @@ def _plans(facts: ModelFacts, machine: Machine, wishes: Wishes) -> Iterator[Memo
             wish not in ("auto", way) for wish, way in zip(wanted, (tuning, optimiser, sharing), strict=True)
         ):
             continue
-        if tuning == LORA and wishes.tuning == "auto" and not machine.has_peft:
-            continue
+        if tuning == LORA and wishes.tuning == "auto" and not (machine.has_peft and wishes.trains):
+            continue  # what a follower gets is what its owner tunes, not what fits
         if optimiser == "adamw_8bit" and wishes.optimiser == "auto" and not machine.has_bitsandbytes:
             continue
         for recompute, tokens in itertools.product((False, True), _pass_sizes(wishes)):
@@ -348,7 +359,11 @@ def _plan(
     pass_tokens = min(max(micro_batch_tokens, wishes.row_tokens), wishes.step_tokens)
     if wishes.engine != "vllm":
         wishes = replace(wishes, engine_dtype=dtype)
-    trainer = _trainer_parts(facts, wishes, tuning, optimiser, dtype, recompute, pass_tokens, on_gpu=on_gpu)
+    trainer = (
+        _trainer_parts(facts, wishes, tuning, optimiser, dtype, recompute, pass_tokens, on_gpu=on_gpu)
+        if wishes.trains
+        else _follower_parts(facts, wishes, tuning, on_gpu=on_gpu)
+    )
     engine = _engine_parts(facts, wishes, tuning, pass_tokens, on_gpu=on_gpu)
     if wishes.fixed_share:
         taken = int(wishes.fixed_share * machine.total_bytes)
@@ -368,6 +383,7 @@ def _plan(
         micro_batch_tokens=micro_batch_tokens,
         parts=(*trainer, *engine),
         engine_share=share,
+        trains=wishes.trains,
     )
 
 
@@ -399,6 +415,17 @@ def _trainer_parts(
         Part("trainer", "gradients", (learning + ends) * 4, False),
         Part("trainer", "activations", pass_tokens * activations, False),
         Part("trainer", "logits", pass_tokens * facts.vocab * 4 * LOGIT_COPIES, False),
+        Part("trainer", "fixed", CUDA_CONTEXT if on_gpu else TORCH_RAM, True),
+    ]
+
+
+def _follower_parts(facts: ModelFacts, wishes: Wishes, tuning: str, *, on_gpu: bool) -> list[Part]:
+    """In the trainer's place: three copies in bfloat16 in RAM (of the base, of this version, of the next one
+    while it is made), and one on its way into the engine."""
+    tracked = facts.params if tuning == FULL else facts.adapter_params(wishes.lora_rank)
+    copies = 1 if on_gpu else 4
+    return [
+        Part("trainer", "versions", copies * tracked * BYTES["bfloat16"], True),
         Part("trainer", "fixed", CUDA_CONTEXT if on_gpu else TORCH_RAM, True),
     ]
 

@@ -42,12 +42,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Loaded",
+    "LoadedFollower",
     "adapter_of",
     "as_begun",
     "device_of",
     "inspect_charter",
     "load",
     "load_charter",
+    "load_follower",
     "machine_of",
     "open_decoders",
     "open_engine",
@@ -226,6 +228,32 @@ def load(
     except BaseException:
         engine.close()
         raise
+
+
+@dataclass(frozen=True)
+class LoadedFollower:
+    """As `Loaded`, of a node without a trainer; the fields are named as in `CoreParts`."""
+
+    policy: Policy
+    environments: Mapping[str, Environment]
+    engine: Engine
+
+
+def load_follower(
+    config: NodeConfig, charter: Charter, notice: Callable[[str, str], None], peer_id: PeerId = ""
+) -> tuple[NodeConfig, LoadedFollower]:
+    """As `load`, for `role = "follower"`: an engine with the policy's own weights, which are what an owner's
+    anchors start from. Its `policy.tuning` must be the owner's; "auto" means all weights."""
+    policy = open_policy(config, charter)
+    import torch
+
+    plan = plan_of(config, charter, policy)
+    notice("info", "\n".join(plan.lines()))
+    config = planned(config, plan)
+    torch.manual_seed(config.seed)
+    environments = open_environments(charter)
+    engine = open_engine(config, policy, notice, dtype=plan.dtype, draws=peer_id)
+    return config, LoadedFollower(policy=policy, environments=environments, engine=engine)
 
 
 def plan_of(config: NodeConfig, charter: Charter, policy: Policy) -> MemoryPlan:

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 __all__ = [
+    "BlobStatus",
     "CheckCount",
     "CheckOutcome",
     "Evaluated",
@@ -34,6 +35,9 @@ __all__ = [
     "StageStatus",
     "StagesSeen",
     "StepDone",
+    "VersionPublished",
+    "VersionReached",
+    "WeightsSeen",
     "decode_event",
     "encode_event",
     "inert",
@@ -63,6 +67,8 @@ class NodeStarted(Event, frozen=True, kw_only=True):
 
     name: str
     peer_id: str
+    role: str = "trainer"
+    """trainer | follower"""
     swarm: str
     swarm_id: str
     addresses: tuple[str, ...]
@@ -113,6 +119,8 @@ class PeerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Mean age, in windows, of its accepted groups at arrival."""
     last_seen_at: int
     same_tokenizer: bool
+    follows: str = ""
+    """Peer id of the node whose policy it generates with, "" for its own."""
 
 
 class PeersSeen(Event, frozen=True, kw_only=True):
@@ -215,12 +223,68 @@ class StepDone(Event, frozen=True, kw_only=True):
     """Share of the own tokens that an older version than the one trained here sampled."""
     partial_groups: int = 0
     """Own groups that several versions sampled."""
+    groups_followers: int = 0
+    """External groups that followers generated with this node's policy."""
+    staleness_followers: float = 0.0
+    """Mean lag of those, in versions behind the one trained here."""
     sources: tuple[SourceShare, ...]
     pool: int
     """Groups in the replay pool after the draw."""
     generate_s: float
     train_s: float
     wait_s: float
+
+
+class BlobStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """Weights on their way to this node."""
+
+    chunks: int
+    have: int
+    peers: int
+    """Who sends them."""
+    bytes_per_s: float
+
+
+class WeightsSeen(Event, frozen=True, kw_only=True):
+    """Snapshot of how a lineage's weights travel, about twice a second: from their owner, or to a
+    follower."""
+
+    owner: str
+    """Peer id of the lineage's owner, this node itself perhaps; "" while a follower has none."""
+    policy_version: int
+    """Published (owner), or generated with (follower); -1 before the first."""
+    head: int
+    """Newest version that this node knows of, -1 before the first."""
+    followers: int
+    """Connected peers that follow this lineage."""
+    sent_bytes: int
+    received_bytes: int
+    blobs: tuple[BlobStatus, ...] = ()
+    """Fetched now."""
+
+
+class VersionPublished(Event, frozen=True, kw_only=True):
+    """An owner's version can be fetched."""
+
+    policy_version: int
+    kind: str
+    """anchor | delta"""
+    digest: str
+    """Of the weights (`protocol.delta.weights_digest`)."""
+    blob_bytes: int
+    full_bytes: int
+    """Of a copy of these weights."""
+    publish_s: float
+
+
+class VersionReached(Event, frozen=True, kw_only=True):
+    """A follower generates with this version from now on."""
+
+    owner: str
+    policy_version: int
+    digest: str
+    apply_s: float
+    """Into the engine."""
 
 
 class Evaluated(Event, frozen=True, kw_only=True):
@@ -271,12 +335,23 @@ class NodeStopped(Event, frozen=True, kw_only=True):
 
     reason: str
     steps: int
-    """Versions made in this run."""
+    """Versions made in this run; by a follower, reached."""
     wall_s: float
 
 
 AnyEvent = (
-    NodeStarted | StagesSeen | PeersSeen | GroupJudged | StepDone | Evaluated | Health | Notice | NodeStopped
+    NodeStarted
+    | StagesSeen
+    | PeersSeen
+    | GroupJudged
+    | StepDone
+    | WeightsSeen
+    | VersionPublished
+    | VersionReached
+    | Evaluated
+    | Health
+    | Notice
+    | NodeStopped
 )
 
 _decoder = msgspec.json.Decoder(AnyEvent)

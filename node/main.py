@@ -22,11 +22,19 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import psutil
 
-from node.build import Loaded, load, load_charter, open_sandbox, require_strength
+from node.build import (
+    Loaded,
+    LoadedFollower,
+    load,
+    load_charter,
+    load_follower,
+    open_sandbox,
+    require_strength,
+)
 from node.clock import Clock, SystemClock
 from node.compute import ThreadCompute
 from node.config import NodeConfig
@@ -48,6 +56,9 @@ from protocol.messages import Charter
 from protocol.records import record_validator
 from protocol.replay import ReplayCache
 
+if TYPE_CHECKING:
+    from node.core import NodeCore
+
 __all__ = ["fetch_charter_from", "measure_skew_s", "open_alone", "run_node"]
 
 SWITCH_INTERVAL_S = 0.001
@@ -58,8 +69,8 @@ INTERRUPTED = 130
 
 
 def run_node(config: NodeConfig, show: Callable[[Event], None]) -> bool:
-    """Run a node until its steps are done (True) or a signal ends it (False); `show` gets every event. Raises
-    SwarmError."""
+    """Run a node until its steps are done (True) or a signal ends it (False), as it always does a follower;
+    `show` gets every event. Raises SwarmError."""
     home = Home(config.home)
     home.socket(config.name)
     with hold(home.create().lock), contextlib.ExitStack() as stack:
@@ -69,7 +80,11 @@ def run_node(config: NodeConfig, show: Callable[[Event], None]) -> bool:
         sandbox = stack.enter_context(contextlib.closing(open_sandbox(config, charter)))
         report = starter.submit(sandbox.start)  # a process of its own, which starts while this one imports
         notices = _EngineNotices(show)
-        config, loaded = load(config, charter, notices, identity.peer_id)
+        loaded: Loaded | LoadedFollower
+        if config.role == "follower":
+            config, loaded = load_follower(config, charter, notices, identity.peer_id)
+        else:
+            config, loaded = load(config, charter, notices, identity.peer_id)
         stack.callback(loaded.engine.close)
         report.result()
         require_strength(sandbox, loaded.environments)
@@ -83,6 +98,8 @@ def _prepare(config: NodeConfig, home: Home) -> tuple[Identity, Charter]:
     """Key and charter of this node, and its run's folder; refuses what needs no torch to be seen."""
     if config.network.transport == "memory":
         raise ConfigError("network.transport 'memory' is for `swarm demo`; a node needs 'hivemind' or 'none'")
+    if config.role == "follower" and config.network.transport == "none":
+        raise ConfigError("role 'follower' has nobody to follow with network.transport 'none'")
     config.policy.folder(config.home)
     identity = load_or_create_key(home.key)
     if config.network.transport == "hivemind":
@@ -102,13 +119,11 @@ async def _run(
     home: Home,
     identity: Identity,
     charter: Charter,
-    loaded: Loaded,
+    loaded: Loaded | LoadedFollower,
     sandbox: Scorer,
     notices: _EngineNotices,
     show: Callable[[Event], None],
 ) -> bool:
-    from node.node import Node, NodeParts
-
     clock = SystemClock()
     async with contextlib.AsyncExitStack() as stack:
         signals = stack.enter_context(_Signals())
@@ -135,24 +150,30 @@ async def _run(
             stack.push_async_callback(transport.close)
         for sink in (metrics, socket, show):
             bus.subscribe(sink)
-        node = Node(
-            config,
-            NodeParts(
-                **vars(loaded),
-                identity=identity,
-                charter=charter,
-                sandbox=sandbox,
-                transport=transport,
-                sequence=SequenceStore(home.state / "sequence", clock.now_ms()),
-                replay=replay,
-                windows=WindowStore(home.state / "window"),
-                standings=load_standings(home.state / "trust.json", swarm_id(charter)),
-                clock=clock,
-                compute=compute,
-                bus=bus,
-                rss_bytes=lambda: psutil.Process().memory_info().rss,
-            ),
-        )
+        rest = {
+            "identity": identity,
+            "charter": charter,
+            "sandbox": sandbox,
+            "transport": transport,
+            "sequence": SequenceStore(home.state / "sequence", clock.now_ms()),
+            "replay": replay,
+            "windows": WindowStore(home.state / "window"),
+            "standings": load_standings(home.state / "trust.json", swarm_id(charter)),
+            "clock": clock,
+            "compute": compute,
+            "bus": bus,
+            "rss_bytes": lambda: psutil.Process().memory_info().rss,
+        }
+        node: NodeCore
+        if isinstance(loaded, LoadedFollower):
+            from node.core import CoreParts
+            from node.follower import Follower
+
+            node = Follower(config, CoreParts(**vars(loaded), **rest))
+        else:
+            from node.node import Node, NodeParts
+
+            node = Node(config, NodeParts(**vars(loaded), **rest))
 
         def stop(reason: str) -> None:
             bus.emit(_warning(clock, "stopping after the work in flight; again to stop at once"))

@@ -1,4 +1,4 @@
-"""One node, wired. Six stages in the order of the flow; this file only connects them.
+"""One trainer, wired. Six stages in the order of the flow; this file only connects them.
 
                 prompts(window, peer)                                announcements of peers
                         |                                                      |
@@ -21,6 +21,9 @@
              waits: own groups (unblocked by ROLLOUT); with one device for both the engine sleeps meanwhile
                         |
     BROADCAST  new weights -> engine, in place -> probe (D7); the end of a step unblocks ROLLOUT's admission
+                        |
+               the newest proven version -> delta on the chain -> chunks to followers (`node/follower.py`)
+               waits: a new version; beside the training, which never waits for it
 
 Backpressure: ROLLOUT runs at most `max_staleness` versions ahead of TRAIN (`admission.py`; a step gives its
 groups' room back, whether it made a version or not); everything else is a bounded queue, pool or book. An
@@ -33,59 +36,39 @@ errors were caught and counted at their boundary.
 from __future__ import annotations
 
 import asyncio
-import random
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
+from torch import Tensor
+
 from node.broadcast.engine import EngineBroadcast
-from node.clock import Clock
-from node.compute import Compute
+from node.broadcast.owner import OwnerBroadcast
+from node.broadcast.sharing import WeightsSharing
 from node.config import NodeConfig
-from node.events import Evaluated, EventBus, Health, NodeStarted, NodeStopped, Notice, PeersSeen, StagesSeen
-from node.paths import Home
-from node.rollout.admission import Admission
-from node.rollout.engine.base import Engine
-from node.rollout.environment import Environment
-from node.rollout.policy import Policy
-from node.rollout.prompts import PromptFeed, Universe, WindowLog
-from node.rollout.reuse import ReuseBook
-from node.rollout.scoring import OwnScorer
-from node.rollout.worker import OwnGroup, RolloutWorker
-from node.sandbox.scorer import Scorer
-from node.sandbox.strength import describe
+from node.core import CoreParts, NodeCore, Stages
+from node.events import Evaluated, Health
+from node.network import Network
 from node.share.collect import Collector, Fetched
-from node.share.gossip import Gossip, GossipLimits, Heard
-from node.share.peers import PeerBook
+from node.share.gossip import Heard
 from node.share.pool import ReplayPool
-from node.share.presence import Presence
-from node.share.publish import Publisher
-from node.state import ReplayGuard, SequenceSource
-from node.supervise import LoopLag, StageGauge, run_stages
-from node.train.checkpoint import prune, save_checkpoint
+from node.supervise import StageGauge
+from node.train.checkpoint import prune, save_checkpoint, take_weights
 from node.train.evaluate import HeldOut
 from node.train.groups import OWN_SOURCE
 from node.train.settings import TrainSettings
 from node.train.stage import StagePlan, TrainStage
 from node.train.step import Trainer
-from node.transport.base import Transport
-from node.transport.limits import Refusals
+from node.verify.lineage import OwnLineage
 from node.verify.pipeline import Verifier
-from node.verify.schema import max_body_bytes
 from node.verify.stage import VerifyStage
 from node.verify.tokens import Decode
 from node.weight.answered import AnsweredPrompts
-from node.weight.trust import Hardness, Standing, TrustBook, TrustSettings, save_standings
-from protocol.charter import swarm_id
-from protocol.constants import PROTOCOL_VERSION
-from protocol.identity import Identity
-from protocol.messages import Charter, Digest, Lineage, PeerId, PeerRecord, PromptRef, RolloutGroup, Sampling
-from protocol.prompts import window_of
+from node.weight.trust import Hardness, Standing
+from protocol.messages import Digest, Lineage, PromptRef, RolloutGroup
 
 __all__ = ["Node", "NodeParts"]
 
-SNAPSHOT_S = 0.5
-HEALTH_S = 1.0
 STOCK_STEPS = 2
 """Unused groups kept in the pool, in steps' worth of external groups: enough to choose, little to grow
 stale."""
@@ -96,89 +79,42 @@ SETTLE_MS = 3000
 either may come first. What is heard until then is evidence for the copy check, and not fetched."""
 
 
-@dataclass(frozen=True)
-class NodeParts:
-    """What a node is made of; `node/main.py` makes real ones, the simulation seeded ones."""
+@dataclass(frozen=True, kw_only=True)
+class NodeParts(CoreParts):
+    """What a trainer is made of."""
 
-    identity: Identity
-    charter: Charter
-    policy: Policy
     settings: TrainSettings
     trainer: Trainer
-    engine: Engine
-    environments: Mapping[str, Environment]
-    sandbox: Scorer
     decoders: Mapping[Digest, Decode]
-    transport: Transport | None
-    """Started; the node closes it. None: train alone."""
-    sequence: SequenceSource
-    replay: ReplayGuard
-    windows: WindowLog
-    standings: Sequence[Standing]
-    """What is remembered of peers' conduct."""
-    clock: Clock
-    compute: Compute
-    bus: EventBus
-    rss_bytes: Callable[[], int]
-    """Resident memory of this process; a constant in simulations."""
 
 
-class Node:
-    """All stages of one node. `run` returns when the steps are done (or `stop` was called) and all is
+class Node(NodeCore):
+    """All stages of one trainer. `run` returns when the steps are done (or `stop` was called) and all is
     closed."""
 
     def __init__(self, config: NodeConfig, parts: NodeParts) -> None:
-        self.config = config
         self._parts = parts
-        self._charter = parts.charter
-        self._swarm_id = swarm_id(parts.charter)
-        self._peer_id = parts.identity.peer_id
-        self._clock, self._bus, self._compute = parts.clock, parts.bus, parts.compute
         self._lineage = Lineage(
-            owner=self._peer_id, base_model=parts.policy.base_model, tokenizer=parts.policy.tokenizer_digest
+            owner=parts.identity.peer_id,
+            base_model=parts.policy.base_model,
+            tokenizer=parts.policy.tokenizer_digest,
         )
-        self._stop = asyncio.Event()
+        super().__init__(config, parts)
         self.finished = asyncio.Event()
         """Set once all steps are done and evaluated."""
-        self._reason = "steps done"
-        self._refused = Refusals()
-        self._lag = LoopLag()
-        self._home = Home(config.home)
-        self._run_dir = self._home.run(config.run)
         self._first_version = self._saved_version = parts.trainer.policy_version
-
-        rng = random.Random(config.seed)
-        self._peers = PeerBook(self._lineage.tokenizer)
-        self._trust = TrustBook(
-            TrustSettings(
-                newcomer=config.weight.newcomer_trust, quarantine_windows=config.weight.quarantine_windows
-            ),
-            parts.standings,
-        )
         self._answered = AnsweredPrompts()
-        self._pool = ReplayPool(config.share.pool_groups, config.share.max_uses, rng)
+        self._pool = ReplayPool(config.share.pool_groups, config.share.max_uses, self._rng)
         self._pooled = asyncio.Event()
-        self._own: asyncio.Queue[OwnGroup] = asyncio.Queue(2 * config.train.local_groups)
         self._fetched: asyncio.Queue[Fetched] = asyncio.Queue(config.verify.queue)
-        self._admission = Admission(
-            config.rollout.max_staleness, config.train.local_groups, config.rollout.token_budget
+        self._gauge(
+            StageGauge("rollout", self._clock, "the trainer", self._made.maxsize, self._made.qsize),
+            StageGauge("verify", self._clock, "fetched bodies", self._fetched.maxsize, self._fetched.qsize),
+            StageGauge("share", self._clock, "offers", self._pool.capacity, lambda: len(self._pool)),
+            StageGauge("weight", self._clock, "a step"),
+            StageGauge("train", self._clock, "own groups"),
+            StageGauge("broadcast", self._clock, "a new version"),
         )
-        self._worker: RolloutWorker | None = None
-        self._gauges = {
-            gauge.stage: gauge
-            for gauge in (
-                StageGauge("rollout", self._clock, "the trainer", self._own.maxsize, self._own.qsize),
-                StageGauge(
-                    "verify", self._clock, "fetched bodies", self._fetched.maxsize, self._fetched.qsize
-                ),
-                StageGauge("share", self._clock, "offers", self._pool.capacity, lambda: len(self._pool)),
-                StageGauge("weight", self._clock, "a step"),
-                StageGauge("train", self._clock, "own groups"),
-                StageGauge("broadcast", self._clock, "a new version"),
-            )
-        }
-        self._universe = Universe(self._swarm_id, self._charter, parts.environments)
-        self._own_scorer = OwnScorer(parts.environments, parts.sandbox)
         self._held_out = HeldOut(
             parts.engine,
             parts.policy,
@@ -197,6 +133,7 @@ class Node:
             decoders=parts.decoders,
             policy=parts.policy,
             engine=parts.engine,
+            own=OwnLineage(self._lineage, lambda: parts.trainer.policy_version),
             enabled=config.verify.enabled,
         )
         self._engine = EngineBroadcast(
@@ -210,52 +147,31 @@ class Node:
             compute=self._compute,
             gauge=self._gauges["broadcast"],
             notice=self._notice,
+            proven=self._offer,
         )
-        self._gossip: Gossip | None = None
-        self._publisher: Publisher | None = None
-        self._presence: Presence | None = None
         self._collector: Collector | None = None
-        if parts.transport is not None:
-            self._wire_network(parts.transport, rng)
+        self._sharing: WeightsSharing | None = None
+        self._owner: OwnerBroadcast | None = None
+        if self._network is not None:
+            self._collector = self._collect(self._network)
+            self._sharing = self._share_weights(self._network)
+            self._owner = self._own(self._network, self._sharing)
+
+    @property
+    def lineage(self) -> Lineage:
+        return self._lineage
 
     # --- wiring -------------------------------------------------------------------------------------------
 
-    def _wire_network(self, transport: Transport, rng: random.Random) -> None:
-        config, parts = self.config, self._parts
-        self._gossip = Gossip(
-            transport,
-            parts.identity,
-            self._charter,
-            self._clock,
-            parts.sequence.next,
-            replay=parts.replay,
-            limits=GossipLimits(reconcile_interval_s=config.network.reconcile_s),
-            rng=rng,
-        )
-        self._publisher = Publisher(
-            transport,
-            self._gossip,
-            keep_bodies=config.share.keep_bodies,
-            ttl_ms=(self._charter.rules.max_age_windows + 1) * self._charter.window_ms,
-        )
-        self._presence = Presence(
-            transport,
-            parts.identity,
-            self._charter,
-            self._clock,
-            record=self._record,
-            next_sequence=parts.sequence.next,
-            bootstraps=config.network.bootstraps,
-            refused=self._refuse,
-            notice=self._notice,
-        )
-        self._collector = Collector(
-            transport,
-            self._gossip,
+    def _collect(self, network: Network) -> Collector:
+        share = self.config.share
+        return Collector(
+            network.transport,
+            network.gossip,
             queue=self._fetched,
             gauge=self._gauges["share"],
-            parallel=config.share.fetch_parallel,
-            timeout_s=config.share.fetch_timeout_s,
+            parallel=share.fetch_parallel,
+            timeout_s=share.fetch_timeout_s,
             clock=self._clock,
             wanted=self._wanted,
             waiting_of=self._pool.unused,
@@ -265,39 +181,35 @@ class Node:
             failed=self._refuse,
         )
 
-    def _rollout(self) -> RolloutWorker:
-        parts, config = self._parts, self.config
-        return RolloutWorker(
-            author=self._peer_id,
-            lineage=self._lineage,
-            policy=parts.policy,
-            engine=parts.engine,
-            scorer=self._own_scorer,
-            feed=PromptFeed(
-                self._universe, self._charter, self._swarm_id, self._peer_id, self._clock, parts.windows
-            ),
-            admission=self._admission,
-            sampling=Sampling(
-                max_new_tokens=self._charter.max_new_tokens,
-                temperature=config.rollout.temperature,
-                top_p=config.rollout.top_p,
-            ),
-            group_size=self._charter.group_size,
-            groups_per_batch=config.train.local_groups,
-            seed=config.seed,
+    def _share_weights(self, network: Network) -> WeightsSharing:
+        return WeightsSharing(
+            self.config.broadcast,
+            self._home,
+            network.transport,
+            self._swarm_id,
+            members=lambda: network.members_of(self._lineage),
+            refused=self._refuse,
+            clock=self._clock,
+            compute=self._compute,
+            rng=self._rng,
+        )
+
+    def _own(self, network: Network, sharing: WeightsSharing) -> OwnerBroadcast:
+        parts = self._parts
+        return OwnerBroadcast(
+            parts.identity,
+            self._swarm_id,
+            self._lineage,
+            parts.policy,
+            parts.settings.adapter,
+            sharing,
+            anchor_every=self.config.broadcast.anchor_every,
             compute=self._compute,
             clock=self._clock,
             bus=self._bus,
-            gauge=self._gauges["rollout"],
-            out=self._own,
-            publish=self._publish,
-            max_body_bytes=max_body_bytes(self._charter),
-            max_in_flight=config.rollout.max_in_flight,
-            reuse=ReuseBook(config.rollout.reuse_lenience, top_p=config.rollout.top_p)
-            if config.rollout.reuse_lenience
-            else None,
-            awake=self._engine.awake,
-            too_old=self._too_old,
+            gauge=self._gauges["broadcast"],
+            notice=self._notice,
+            followers=lambda: len(network.members_of(self._lineage)),
         )
 
     def _verify(self) -> VerifyStage:
@@ -329,13 +241,14 @@ class Node:
                 evaluate_every=self.config.evaluate.every,
                 checkpoint_every=train.checkpoint_every,
             ),
-            own=self._own,
+            own=self._made,
             pool=self._pool,
             pooled=self._pooled,
             peers=self._peers,
             trust=self._trust,
             answered=self._answered,
             rules=self._charter.rules,
+            lineage=self._lineage,
             window=self._window,
             peers_active=self._peers_active,
             drawn=self._nudge,
@@ -353,73 +266,79 @@ class Node:
             finished=self.finished,
         )
 
-    # --- life ---------------------------------------------------------------------------------------------
-
-    async def run(self) -> None:
-        """Start, work, stop. Raises what a stage raised."""
-        began_s = self._clock.monotonic_s()
-        transport = self._parts.transport
-        self._bus.emit(self._started(transport))
-        if self._first_version:
-            self._notice("info", f"goes on from the checkpoint of version {self._first_version}")
-        self._worker = self._rollout()
+    def _stages(self) -> Stages:
+        self._worker = self._rollout(
+            self._lineage, self._publish, awake=self._engine.awake, waits_for="the trainer"
+        )
         stages = {
             "rollout": self._worker.run(),
             "train": self._train().run(),
             "end": self._end_when_finished(),
-            "snapshots": self._snapshots(),
-            "health": self._health(),
-            "lag": self._lag.run(),
         }
-        if self._gossip and self._presence and self._collector:
-            stages |= {
-                "verify": self._verify().run(),
-                "gossip": self._gossip.run(),
-                "presence": self._presence.run(),
-                "collect": self._collector.run(),
-            }
-        try:
-            await run_stages(stages, until=self._stop)
-            await self._save()
-        except BaseException as error:
-            self._reason = f"{type(error).__name__}: {error}"
-            raise
-        finally:
-            if transport is not None:
-                await transport.close()
-            wall_s = self._clock.monotonic_s() - began_s
-            self._emit_peers()
-            self._bus.emit(self._health_now())
-            self._bus.emit(
-                NodeStopped(
-                    at=self._clock.now_ms(),
-                    reason=self._reason,
-                    steps=self._parts.trainer.policy_version - self._first_version,
-                    wall_s=wall_s,
-                )
-            )
+        if self._collector is not None:
+            stages |= {"verify": self._verify().run(), "collect": self._collector.run()}
+        if self._owner is not None:
+            stages["publish"] = self._owner.run()
+        return stages
 
-    def stop(self, reason: str) -> None:
-        """End the run; `run` then closes everything and returns."""
-        self._reason = reason
-        self._stop.set()
+    # --- life ---------------------------------------------------------------------------------------------
+
+    async def _begin(self) -> None:
+        if self._first_version:
+            self._notice("info", f"goes on from the checkpoint of version {self._first_version}")
+        if self._owner is not None:
+            await self._continue_chain(self._owner)
+
+    async def _continue_chain(self, owner: OwnerBroadcast) -> None:
+        """Where the published chain and this run part, go on so that the chain never goes back: with its
+        newer weights where this run made it, else with the run's own weights as its next version."""
+        trainer, mark = self._parts.trainer, self._run_dir.published
+        left = await owner.open()
+        if left is not None and left[0] >= trainer.policy_version:
+            version, weights = left
+            if weights is None or not mark.exists():
+                if weights is not None:
+                    text = f"another run published up to v{version}: this one begins at v{version + 1}"
+                    self._notice("info", text)
+                version, weights = version + 1, trainer.state_dict()
+            elif version > trainer.policy_version:
+                saved = f"the checkpoint of v{trainer.policy_version}" if trainer.policy_version else "new"
+                text = f"goes on from v{version}, which was published; moments of the optimiser: {saved}"
+                self._notice("info", text)
+            if version > trainer.policy_version:
+                await self._compute.run("train", take_weights, trainer, self._parts.engine, weights, version)
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+        self._first_version = trainer.policy_version
+        if owner.published < trainer.policy_version:
+            owner.offer(trainer.policy_version, trainer.state_dict())
+
+    async def _end(self) -> None:
+        await self._save()
+
+    def _close(self) -> None:
+        if self._sharing is not None:
+            self._sharing.close()
 
     async def _end_when_finished(self) -> None:
         await self.finished.wait()
         if not self.config.linger:
             self._stop.set()
 
+    def _steps(self) -> int:
+        return self._parts.trainer.policy_version - self._first_version
+
     # --- what stages call ---------------------------------------------------------------------------------
 
     async def _publish(self, group: RolloutGroup) -> None:
-        if self._publisher is not None and self._collector is not None and not self._engine.not_sharing:
+        if self._network is not None and self._collector is not None and not self._engine.not_sharing:
             self._verifier.observe_own(group)
-            await self._publisher.publish(group)
+            await self._network.publisher.publish(group)
             self._collector.nudge()
 
-    def _too_old(self, prompt: PromptRef) -> bool:
-        """Whether peers would refuse a group of this slot for its age."""
-        return int(self._window()) - prompt.window > self._charter.rules.max_age_windows
+    def _offer(self, policy_version: int, state: Mapping[str, Tensor]) -> None:
+        if self._owner is not None:
+            self._owner.offer(policy_version, state)
 
     async def _evaluate(self, moment: str) -> None:
         report = await self._compute.run("evaluate", self._held_out.evaluate)
@@ -452,7 +371,7 @@ class Node:
             save_checkpoint(trainer, folder / f"v{trainer.policy_version}")
             prune(folder, trainer.policy.base_model, self.config.train.keep_checkpoints)
             self._saved_version = trainer.policy_version
-        save_standings(self._home.state / "trust.json", self._swarm_id, standings)
+        self._keep(standings)
 
     def _wanted(self) -> int:
         """Groups the pool has need of."""
@@ -466,8 +385,8 @@ class Node:
     def _worth_keeping(self, heard: Heard) -> bool:
         """Counts an announcement; False when what it says already refuses it, or its author is in
         quarantine."""
-        if self._presence is not None:
-            self._presence.seek(heard.sender)
+        if self._network is not None:
+            self._network.presence.seek(heard.sender)
         verdict = self._verifier.observe(heard.sender, heard.announcement, heard.arrived_at)
         if verdict.reason:
             self._peers.rejected(heard.sender, verdict.reason)
@@ -478,7 +397,7 @@ class Node:
         return self._settled() and not self._trust.quarantined(heard.sender, self._window())
 
     def _settled(self) -> bool:
-        connected_at = self._presence.first_connected_at if self._presence is not None else None
+        connected_at = self._network.presence.first_connected_at if self._network is not None else None
         return connected_at is not None and self._clock.now_ms() - connected_at >= SETTLE_MS
 
     def _nudge(self) -> None:
@@ -493,97 +412,16 @@ class Node:
             ignored=lambda peer_id: self._trust.quarantined(peer_id, window),
         )
 
-    def _window(self) -> float:
-        """Swarm time in windows, with the fraction of the current one."""
-        now_ms = self._clock.now_ms()
-        inside_ms = (now_ms - self._charter.created_at) % self._charter.window_ms
-        return window_of(self._charter, now_ms) + inside_ms / self._charter.window_ms
-
-    def _record(self) -> PeerRecord:
-        transport = self._parts.transport
-        return PeerRecord(
-            name=self.config.name,
-            protocol_version=PROTOCOL_VERSION,
-            addresses=transport.addresses()[:16] if transport is not None else (),
-            lineage=self._lineage,
-        )
-
-    def _refuse(self, peer_id: PeerId, reason: str) -> None:
-        self._refused.add(peer_id, reason)
-        self._peers.rejected(peer_id, reason)
-
-    def _notice(self, level: str, text: str) -> None:
-        self._bus.emit(Notice(at=self._clock.now_ms(), level=level, text=text))
-
     # --- events -------------------------------------------------------------------------------------------
 
-    def _started(self, transport: Transport | None) -> NodeStarted:
-        return NodeStarted(
-            at=self._clock.now_ms(),
-            name=self.config.name,
-            peer_id=self._peer_id,
-            swarm=self._charter.name,
-            swarm_id=self._swarm_id,
-            addresses=transport.addresses() if transport is not None else (),
-            model=str(self._parts.policy.path),
-            params=self._parts.policy.params,
-            engine=self._parts.engine.name,
-            sandbox=describe(self._parts.sandbox.report),
-            run_dir=str(self._run_dir.root),
-        )
-
-    async def _snapshots(self) -> None:
-        while True:
-            now_ms = self._clock.now_ms()
-            self._bus.emit(
-                StagesSeen(
-                    at=now_ms,
-                    stages=tuple(gauge.status() for gauge in self._gauges.values()),
-                    rollouts_in_flight=self._worker.in_flight if self._worker is not None else 0,
-                    tokens_sampled=self._worker.sampled if self._worker is not None else 0,
-                )
-            )
-            self._emit_peers()
-            await asyncio.sleep(SNAPSHOT_S)
-
-    def _emit_peers(self) -> None:
-        if self._presence is not None:
-            window = self._window()
-            table = self._peers.table(
-                self._presence.connected,
-                dict(self._presence.known),
-                lambda peer_id: self._trust.trust(peer_id, window),
-            )
-            self._bus.emit(PeersSeen(at=self._clock.now_ms(), peers=table))
-
-    async def _health(self) -> None:
-        while True:
-            await asyncio.sleep(HEALTH_S)
-            self._bus.emit(self._health_now())
+    def _emit_weights(self) -> None:
+        if self._owner is not None:
+            self._bus.emit(self._owner.seen())
 
     def _health_now(self) -> Health:
-        refused = Counter(self._refused.counters())
-        sources: list[Callable[[], dict[tuple[PeerId, str], int]]] = []
-        if self._parts.transport is not None:
-            sources.append(self._parts.transport.counters)
-        if self._gossip is not None:
-            sources.append(self._gossip.counters)
-        for counters in sources:
-            refused.update(counters())
-        by_reason: Counter[str] = Counter()
-        for (_, reason), count in refused.items():
-            by_reason[reason] += count
-        return Health(
-            at=self._clock.now_ms(),
-            loop_lag_p99_s=self._lag.p99_s(),
-            rss_bytes=self._parts.rss_bytes(),
-            transport_restarts=self._parts.transport.restarts if self._parts.transport is not None else 0,
-            sandbox_restarts=self._parts.sandbox.restarts,
-            refused=dict(sorted(by_reason.items())),
-            announced=self._publisher.announced if self._publisher is not None else 0,
+        return msgspec.structs.replace(
+            super()._health_now(),
             bodies_fetched=self._collector.bodies_fetched if self._collector is not None else 0,
-            bodies_served=self._publisher.bodies_served if self._publisher is not None else 0,
             checks=self._verifier.counts(),
-            unshared=self._worker.unshared if self._worker is not None else 0,
             not_sharing=self._engine.not_sharing,
         )

@@ -237,7 +237,7 @@ class ChunkedBlob(Record, frozen=True):
 
 class LinkKind(StrEnum):
     """What a link's delta starts from: weights that whoever follows has already (the base model, or what a
-    merge made), or the version before."""
+    merge made), or the version that was published before."""
 
     ANCHOR = "anchor"
     DELTA = "delta"
@@ -246,13 +246,14 @@ class LinkKind(StrEnum):
 class WeightsLink(Record, frozen=True):
     """One version of a lineage and how to reach it: applying `blob` to weights with the hash `base` gives
     weights with the hash `result` (`protocol.delta.weights_digest`). A chain is an anchor and the deltas
-    after it."""
+    after it; a version may have one of each kind, with the same result."""
 
     lineage: Lineage
     policy_version: Uint
     kind: LinkKind
     base_version: Uint
-    """The version before, for a delta; for an anchor its own version."""
+    """For a delta the version published before, which lies below `policy_version` by more than one when
+    versions in between were not published; for an anchor its own version."""
     base: Digest
     result: Digest
     blob: ChunkedBlob
@@ -267,8 +268,8 @@ class SignedLink(Record, frozen=True):
 
 
 class ChainRequest(Record, frozen=True):
-    """follower -> whoever has the lineage: links after version `after`, or from the newest anchor on. Without
-    news the answer comes when there are some, and at the latest after `wait_ms`."""
+    """follower -> whoever has the lineage: links from version `after` on, or from the newest anchor. While
+    the newest version is `after` the answer waits for news, at most `wait_ms`."""
 
     owner: PeerId
     base_model: Digest
@@ -277,8 +278,10 @@ class ChainRequest(Record, frozen=True):
 
 
 class ChainReply(Record, frozen=True):
-    """The answer: how many SignedLinks follow, one a frame, oldest first. They begin with an anchor where
-    version `after` has no delta any more."""
+    """The answer: how many SignedLinks follow, one a frame, oldest first: the newest anchor, that of version
+    `after` itself, by which a fork shows, and all later ones; without those of before the anchor where no
+    deltas lead on from `after`. The last one is always of the newest version; when that is older than
+    `after`, it comes alone and at once."""
 
     count: Annotated[int, Meta(ge=0, le=MAX_CHAIN_LINKS)]
 

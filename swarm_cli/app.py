@@ -12,7 +12,20 @@ import sys
 import typer
 
 from protocol.errors import SwarmError
-from swarm_cli.commands import bench, config, demo, doctor, join, key, model, monitor, run, serve, status
+from swarm_cli.commands import (
+    bench,
+    config,
+    demo,
+    doctor,
+    join,
+    key,
+    model,
+    monitor,
+    plan,
+    run,
+    serve,
+    status,
+)
 
 __all__ = ["app", "main"]
 
@@ -31,6 +44,7 @@ app.command()(run.run)
 app.command()(join.join)
 app.command()(monitor.monitor)
 app.command()(status.status)
+app.command()(plan.plan)
 app.command()(doctor.doctor)
 app.command()(serve.serve)
 app.add_typer(key.app, name="key", help="This node's identity.")

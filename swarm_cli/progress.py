@@ -9,7 +9,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from shlex import quote
 
-from node.events import Evaluated, Event, NodeStarted, NodeStopped, Notice, StepDone, inert
+from node.events import (
+    Evaluated,
+    Event,
+    NodeStarted,
+    NodeStopped,
+    Notice,
+    StepDone,
+    VersionReached,
+    inert,
+)
 from node.paths import default_home
 
 __all__ = ["demo_line", "progress_line", "reachable"]
@@ -28,6 +37,8 @@ def progress_line(event: Event) -> str:
             return _step(event)
         case Evaluated():
             return _evaluation(event)
+        case VersionReached():
+            return f"v{event.policy_version:<4} of {event.owner}, applied in {event.apply_s:.2f} s"
         case Notice():
             return f"{event.level}: {inert(event.text)}"
         case NodeStopped():
@@ -36,11 +47,13 @@ def progress_line(event: Event) -> str:
 
 
 def demo_line(event: Event) -> str:
-    """Progress of one node of `swarm demo`: start, every tenth step, evaluations, warnings."""
+    """Progress of one node of `swarm demo`: start, every tenth version, evaluations, warnings."""
     match event:
         case NodeStarted():
             return f"{Path(event.model).name}, {event.params / 1e6:.2f} M parameters, {event.peer_id}"
         case StepDone() if event.policy_version % DEMO_EVERY and not event.skipped:
+            return ""
+        case VersionReached() if event.policy_version % DEMO_EVERY:
             return ""
         case NodeStopped():
             return ""
@@ -56,7 +69,7 @@ def reachable(addresses: Sequence[str]) -> str:
 
 def _introduction(event: NodeStarted) -> list[str]:
     lines = [
-        f"{event.name} is {event.peer_id}",
+        f"{event.name} is {event.peer_id}" + (", a follower" if event.role == "follower" else ""),
         f"  swarm:    {inert(event.swarm)} ({event.swarm_id[:12]})",
         f"  model:    {event.model} ({event.params / 1e6:.2f} M parameters, {event.engine})",
         f"  sandbox:  {event.sandbox}",
@@ -75,7 +88,9 @@ def _introduction(event: NodeStarted) -> list[str]:
 def _step(event: StepDone) -> str:
     return (
         f"v{event.policy_version:<4} reward {event.reward:.2f}  loss {event.loss:+.3f}  "
-        f"groups {event.groups_local}+{event.groups_external}  staleness {event.staleness:.1f}  "
+        f"groups {event.groups_local}+{event.groups_external}"
+        + (f" ({event.groups_followers} of followers)" if event.groups_followers else "")
+        + f"  staleness {event.staleness:.1f}  "
         f"entropy {event.entropy:.2f}" + ("  SKIPPED (not finite)" if event.skipped else "")
     )
 

@@ -52,6 +52,7 @@ def summary(view: NodeView) -> dict[str, Any]:
     started, last = view.started, view.steps[-1] if view.steps else None
     return {
         "name": view.name,
+        "role": view.role,
         "state": "starting" if started is None else "running",
         "peer_id": view.peer_id,
         "swarm": started.swarm if started else "",
@@ -64,6 +65,7 @@ def summary(view: NodeView) -> dict[str, Any]:
         "peers_connected": view.connected,
         "reward": last.reward if last else None,
         "staleness": last.staleness if last else None,
+        "weights": view.weights,
         "stages": view.stages,
         "peers": view.peers,
         "health": view.health,

@@ -9,14 +9,15 @@ node shares nothing in either direction any more, and trains on alone, because i
 log-probabilities of what really sampled them, which is what importance weights need. An engine whose numbers
 are not finite is of no use, and ends the node.
 
-`alone` gives a step the device: the engine sleeps meanwhile where both do not fit. Not for deltas to peers.
+`alone` gives a step the device: the engine sleeps meanwhile where both do not fit. Not for deltas to peers:
+`proven` hands on the copy of the weights that they are made of (`owner.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 import numpy as np
@@ -54,7 +55,10 @@ class EngineBroadcast:
         compute: Compute,
         gauge: StageGauge,
         notice: Callable[[str, str], None],
+        proven: Callable[[int, Mapping[str, Tensor]], None] = lambda policy_version, state: None,
     ) -> None:
+        """`proven(version, weights)` gets what the engine computes with, to be published; it must not
+        block."""
         self._trainer = trainer
         self._engine = engine
         self._policy = policy
@@ -65,6 +69,7 @@ class EngineBroadcast:
         self._compute = compute
         self._gauge = gauge
         self._notice = notice
+        self._proven = proven
         self._probe: ParityProbe | None = None
         self._taken: tuple[dict[str, Tensor], list[NDArray[np.float32]] | None] | None = None
         """What the next broadcast sends, where it had to be taken beforehand."""
@@ -78,7 +83,7 @@ class EngineBroadcast:
         """The trainer's weights, as this version. Raises EngineError when the engine cannot go on."""
         with self._gauge.working():
             try:
-                reloaded = await self._compute.run("train", self._update, policy_version)
+                reloaded, state = await self._compute.run("train", self._update, policy_version)
             except ParityError as error:
                 self.not_sharing = str(error)
                 self._notice("error", f"{error}, with all weights loaded anew; this node trains on alone")
@@ -86,6 +91,8 @@ class EngineBroadcast:
         if reloaded:
             text = f"the engine failed its probe at version {policy_version} and passed it once loaded anew"
             self._notice("warning", text)
+        if not self.not_sharing:
+            self._proven(policy_version, state)
 
     @asynccontextmanager
     async def alone(self) -> AsyncIterator[None]:
@@ -103,13 +110,13 @@ class EngineBroadcast:
             await self._compute.run("train", self._engine.wake)
             self.awake.set()
 
-    def _update(self, policy_version: int) -> bool:
-        """Whether everything had to be loaded anew. Blocking. Raises ParityError for an engine that can at
-        least go on."""
+    def _update(self, policy_version: int) -> tuple[bool, dict[str, Tensor]]:
+        """Whether everything had to be loaded anew, and the weights. Blocking. Raises ParityError for an
+        engine that can at least go on."""
         (state, reference), self._taken = self._taken or self._take(), None
         if self._probe is None or reference is None:
             self._engine.update(state, policy_version)
-            return False
+            return False, state
         probe = self._probe
         try:
             _, reloaded = probe.update(self._engine, state, policy_version, reference)
@@ -117,7 +124,7 @@ class EngineBroadcast:
             if math.isfinite(parity(self._engine, reference, probe.sequences)):
                 raise
             raise EngineError(f"{error}, and not all is finite; load an earlier checkpoint") from error
-        return reloaded
+        return reloaded, state
 
     def _take(self) -> tuple[dict[str, Tensor], list[NDArray[np.float32]] | None]:
         """The trainer's weights, and its log-probabilities on the probe when this version is to be probed.

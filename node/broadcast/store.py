@@ -242,6 +242,11 @@ class WeightsStore:
         self._pinned = frozenset(roots)
 
     @property
+    def max_bytes(self) -> int:
+        """What all blobs together may take."""
+        return self._max_bytes
+
+    @property
     def held_bytes(self) -> int:
         """Sizes of all blobs, incomplete ones counted as a whole."""
         return sum(stored.blob.size for blobs in (self._blobs, self._leftovers) for stored in blobs.values())

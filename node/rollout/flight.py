@@ -63,6 +63,7 @@ class Flight:
         compute: Compute,
         clock: Clock,
         gauge: StageGauge,
+        waits_for: str,
     ) -> None:
         self._engine = engine
         self._feed = feed
@@ -74,6 +75,7 @@ class Flight:
         self._compute = compute
         self._clock = clock
         self._gauge = gauge
+        self._waits_for = waits_for
         self._running: dict[int, AssignedPrompt] = {}
         """By ticket."""
         self._drawing: asyncio.Task[AssignedPrompt] | None = None
@@ -141,7 +143,7 @@ class Flight:
             if not self._admission.room():
                 if self.in_flight:
                     break
-                with self._gauge.waiting("the trainer"):
+                with self._gauge.waiting(self._waits_for):
                     await self._admission.wait()
             assigned = await self._draw(patient=not self.in_flight)
             if assigned is None:

@@ -108,7 +108,7 @@ def make_group(
 
 class RolloutWorker:
     """Generates and scores this node's groups. `awake` is set while the engine may generate; `too_old` says
-    of a slot that peers would refuse its group."""
+    of a slot that peers would refuse its group; `waits_for` names who makes room in `admission`."""
 
     def __init__(
         self,
@@ -135,6 +135,7 @@ class RolloutWorker:
         reuse: ReuseBook | None = None,
         awake: asyncio.Event | None = None,
         too_old: Callable[[PromptRef], bool] = lambda prompt: False,
+        waits_for: str = "the trainer",
     ) -> None:
         self._author = author
         self._lineage = lineage
@@ -157,6 +158,7 @@ class RolloutWorker:
         self._reuse = reuse
         self._awake = awake
         self._too_old = too_old
+        self._waits_for = waits_for
         self._told: set[tuple[str, str]] = set()
         self._batch_rollouts = 0
         self._batch_tokens = 0
@@ -175,6 +177,7 @@ class RolloutWorker:
                 compute=compute,
                 clock=clock,
                 gauge=gauge,
+                waits_for=waits_for,
             )
 
     @property
@@ -205,7 +208,7 @@ class RolloutWorker:
 
     async def _run_batches(self) -> None:
         while True:
-            with self._gauge.waiting("the trainer"):
+            with self._gauge.waiting(self._waits_for):
                 room = await self._admission.wait()
             with self._gauge.waiting("the next window"):
                 assigned = [await self._feed.next() for _ in range(min(room, self._groups_per_batch))]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from node.events import PeerStatus, inert
-from protocol.messages import Announcement, PeerId, PeerRecord
+from protocol.messages import Announcement, Lineage, PeerId, PeerRecord
 
 __all__ = ["PeerBook"]
 
@@ -21,8 +21,8 @@ class _Seen:
     rejected: Counter[str] = field(default_factory=Counter)
     lag_sum: int = 0
     age_sum: float = 0.0
+    lineage: Lineage | None = None
     policy_version: int = -1
-    tokenizer: str = ""
     last_seen_at: int = 0
 
 
@@ -37,8 +37,9 @@ class PeerBook:
     def announced(self, peer_id: PeerId, announcement: Announcement, at: int) -> None:
         """A valid announcement arrived."""
         seen = self._of(peer_id)
+        if seen.lineage != announcement.lineage:  # a follower has another owner: other versions
+            seen.lineage, seen.policy_version = announcement.lineage, -1
         seen.policy_version = max(seen.policy_version, announcement.policy_version)
-        seen.tokenizer = announcement.lineage.tokenizer
         seen.last_seen_at = at
 
     def accepted(self, peer_id: PeerId, policy_version: int, age_windows: float) -> None:
@@ -52,10 +53,11 @@ class PeerBook:
         """A group or an announcement was refused."""
         self._of(peer_id).rejected[reason] += 1
 
-    def newest_version(self, peer_id: PeerId) -> int:
-        """Newest version this peer announced, -1 before the first."""
+    def newest_version(self, peer_id: PeerId, lineage: Lineage) -> int:
+        """Newest version of `lineage` that this peer announced, -1 before the first and once it announces for
+        another one."""
         seen = self._peers.get(peer_id)
-        return seen.policy_version if seen else -1
+        return seen.policy_version if seen and seen.lineage == lineage else -1
 
     def active_since(self, at: int, ignored: Callable[[PeerId], bool]) -> bool:
         """Whether a peer that is not `ignored` announced something valid at or after `at`."""
@@ -84,7 +86,8 @@ class PeerBook:
                     lag=seen.lag_sum / max(seen.accepted, 1),
                     age_windows=seen.age_sum / max(seen.accepted, 1),
                     last_seen_at=seen.last_seen_at,
-                    same_tokenizer=seen.tokenizer == self._tokenizer,
+                    same_tokenizer=seen.lineage is not None and seen.lineage.tokenizer == self._tokenizer,
+                    follows=_followed(peer_id, seen, record),
                 )
             )
         return tuple(rows)
@@ -98,3 +101,9 @@ class PeerBook:
         else:
             self._peers.move_to_end(peer_id)
         return seen
+
+
+def _followed(peer_id: PeerId, seen: _Seen, record: PeerRecord | None) -> str:
+    """Owner of the policy that a peer generates with, "" where that is its own or unknown."""
+    lineage = seen.lineage or (record.lineage if record else None)
+    return lineage.owner if lineage is not None and lineage.owner != peer_id else ""

@@ -26,7 +26,7 @@ from protocol.codec import decode, encode
 from protocol.constants import PROTOCOL_VERSION
 from protocol.errors import CharterError, RemoteProtocolError, TransportError, VersionError
 from protocol.identity import Identity
-from protocol.messages import Charter, Hello, HelloReply, PeerId, PeerRecord
+from protocol.messages import Charter, Hello, HelloReply, Lineage, PeerId, PeerRecord
 from protocol.preamble import MAX_PREAMBLE_BYTES, PREAMBLE, require_same_version
 from protocol.records import open_record, seal_record
 from protocol.topics import CHARTER_PROTOCOL, HELLO_PROTOCOL, peer_key
@@ -146,6 +146,8 @@ class Presence:
         self._refusals_told: set[PeerId] = set()
         self._sought: OrderedDict[PeerId, _Sought] = OrderedDict()
         self._stored: PeerRecord | None = None
+        self._said: Lineage | None = None
+        """The lineage in the last round of handshakes."""
         transport.serve(HELLO_PROTOCOL, self._answer_hello)
         transport.serve(CHARTER_PROTOCOL, self._answer_charter)
 
@@ -173,7 +175,11 @@ class Presence:
                 self.connected = frozenset()
             if self.connected and self.first_connected_at is None:
                 self.first_connected_at = self._clock.now_ms()
-            await asyncio.gather(*map(self._greet, sorted(self.connected - self.known.keys())))
+            lineage = self._record().lineage
+            # Whoever has the lineage is asked for its weights: a follower with another owner says so at once.
+            known = self.known.keys() if lineage == self._said else frozenset[PeerId]()
+            self._said = lineage
+            await asyncio.gather(*map(self._greet, sorted(self.connected - known)))
             missing = [a for a in self._bootstraps if a.rpartition("/p2p/")[2] not in self.connected]
             if missing and now_s >= next_try_s:
                 failure = await self._connect(missing)

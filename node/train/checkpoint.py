@@ -38,6 +38,7 @@ __all__ = [
     "restore",
     "resume",
     "save_checkpoint",
+    "take_weights",
 ]
 
 log = logging.getLogger(__name__)
@@ -191,6 +192,25 @@ def resume(trainer: Trainer, engine: Engine, folder: Path) -> None:
             continue
         engine.update(trainer.state_dict(), trainer.policy_version)
         return
+
+
+def take_weights(
+    trainer: Trainer, engine: Engine, state: Mapping[str, torch.Tensor], policy_version: int
+) -> None:
+    """Go on from a version that was published after the newest checkpoint: its weights, as exact as they
+    travelled, with the optimiser's moments as they are. Raises ModelError for other names or shapes, and then
+    changes nothing."""
+    learning = _learning(trainer)
+    # Tied weights are published under each of their names, and learn under one.
+    if any(name not in state or state[name].shape != tensor.shape for name, tensor in learning.items()):
+        raise ModelError(
+            f"the published version {policy_version} holds tensors of other names or shapes than "
+            f"{trainer.policy.path}; remove <home>/state/chain to begin a new chain"
+        )
+    for name, tensor in learning.items():
+        tensor.copy_(state[name])
+    trainer.policy_version = policy_version
+    engine.update(trainer.state_dict(), policy_version)
 
 
 def read_state(folder: Path) -> CheckpointState:

@@ -91,6 +91,8 @@ class TrainingGroup:
     """How often it was trained on before."""
     prompt_shared: bool = False
     """External: this node has answered the prompt too."""
+    own_lineage: bool = False
+    """External: a follower's, which this node's policy generated."""
 
 
 def training_rollouts(
@@ -121,12 +123,18 @@ def choose_treatment(
     settings: TreatmentSettings,
     *,
     same_tokenizer: bool,
+    own_lineage: bool = False,
 ) -> Treatment:
-    """GRAFT's gate, else HACPO, where this node has a recent group on the prompt; `compat` where it has none.
+    """OWN for a follower's group; else GRAFT's gate, else HACPO, where this node has a recent group on the
+    prompt; `compat` where it has none.
 
-    A forced treatment falls back to `compat` where it needs an own group and there is none, or
-    log-probabilities of each token and the text was re-tokenised.
+    A follower's tokens were drawn by an earlier version of this very policy: ratios of single tokens are
+    right, and a treatment forced on *other* models' groups is not meant for them. A forced treatment falls
+    back to `compat` where it needs an own group and there is none, or log-probabilities of each token and the
+    text was re-tokenised.
     """
+    if own_lineage:
+        return Treatment.OWN
     if settings.force is not None:
         possible = {Treatment.HACPO: own_rewards is not None, Treatment.OWN: same_tokenizer}
         return settings.force if possible.get(settings.force, True) else Treatment.COMPAT
@@ -181,15 +189,19 @@ def external_group(
     lag: int = 0,
     age_windows: float = 0.0,
     uses: int = 0,
+    own_lineage: bool = False,
 ) -> TrainingGroup:
-    """A peer's group with its treatment and advantages.
+    """A peer's group with its treatment and advantages; a follower's (`own_lineage`) has them from its own
+    statistics, like an own group.
 
     `own_rewards`: rewards of a recent own group on the same prompt, else None. `other_rewards`: further
     peers' rewards on that prompt, which enter HACPO's joint mean and std. `capability`: P of all these
     agents. The prompt is encoded by this policy's own template.
     """
     same_tokenizer = all(rollout.behaviour_T is not None for rollout in rollouts)
-    treatment = choose_treatment(rewards, own_rewards, settings, same_tokenizer=same_tokenizer)
+    treatment = choose_treatment(
+        rewards, own_rewards, settings, same_tokenizer=same_tokenizer, own_lineage=own_lineage
+    )
     if treatment is Treatment.HACPO and own_rewards is not None:
         by_agent = {**(other_rewards or {}), OWN_SOURCE: own_rewards, source: rewards}
         advantages = capability_aware(by_agent, capability, OWN_SOURCE)[source]
@@ -209,6 +221,7 @@ def external_group(
         age_windows=age_windows,
         uses=uses,
         prompt_shared=own_rewards is not None,
+        own_lineage=own_lineage,
     )
 
 

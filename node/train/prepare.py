@@ -57,6 +57,8 @@ class ExternalDraft:
     trust: float
     lag: int
     age_windows: float
+    own_lineage: bool = False
+    """A follower's: this node's policy generated it."""
     ingestion: LogprobRows = ()
     """log pi when it was first trained on; empty on first use."""
 
@@ -147,4 +149,5 @@ def _external(draft: ExternalDraft, settings: TrainSettings, policy: Policy) -> 
         lag=draft.lag,
         age_windows=draft.age_windows,
         uses=draft.pooled.uses,
+        own_lineage=draft.own_lineage,
     )

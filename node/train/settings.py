@@ -16,7 +16,8 @@ class Treatment(StrEnum):
     """How a group is trained on."""
 
     OWN = "own"
-    """The own groups' objective, anchored at mu of each token; others' of the same tokenizer when forced."""
+    """The own groups' objective, anchored at mu of each token; for followers' groups, too, and when forced
+    for others' of the same tokenizer."""
     COMPAT = "compat"
     """Another model's group whose prompt this node has not answered lately."""
     HACPO = "hacpo"

@@ -38,7 +38,7 @@ from node.weight.advantage import CapabilityTracker, has_signal
 from node.weight.answered import AnsweredPrompts
 from node.weight.staleness import Staleness, judge_staleness
 from node.weight.trust import TrustBook
-from protocol.messages import Digest, FinishReason, RolloutGroup, VerificationRules
+from protocol.messages import Digest, FinishReason, Lineage, RolloutGroup, VerificationRules
 
 __all__ = ["StagePlan", "TrainStage"]
 
@@ -75,6 +75,7 @@ class TrainStage:
         trust: TrustBook,
         answered: AnsweredPrompts,
         rules: VerificationRules,
+        lineage: Lineage,
         window: Callable[[], float],
         peers_active: Callable[[], bool],
         drawn: Callable[[], None],
@@ -106,6 +107,7 @@ class TrainStage:
         self._capability = CapabilityTracker(CAPABILITY_STEPS * plan.local_groups)
         self._ingestion: dict[Digest, LogprobRows] = {}
         self._rules = rules
+        self._lineage = lineage
         self._window = window
         self._peers_active = peers_active
         self._drawn = drawn
@@ -204,7 +206,12 @@ class TrainStage:
         return self._trust.quarantined(group.author, self._window()) or not self._staleness(group).fresh
 
     def _staleness(self, group: RolloutGroup) -> Staleness:
-        newest = self._peers.newest_version(group.author)
+        """Of a follower's group against the version trained here; of another lineage's against the newest
+        that its author announced."""
+        if group.lineage == self._lineage:
+            newest = self._trainer.policy_version
+        else:
+            newest = self._peers.newest_version(group.author, group.lineage)
         window = int(self._window())
         return judge_staleness(group.policy_version, newest, group.prompt.window, window, self._rules)
 
@@ -244,6 +251,7 @@ class TrainStage:
             trust=self._trust.trust(author, self._window()),
             lag=staleness.lag,
             age_windows=staleness.age_windows,
+            own_lineage=group.lineage == self._lineage,
             ingestion=self._ingestion.get(pooled.digest, ()),
         )
 
@@ -261,6 +269,7 @@ class TrainStage:
         waited_s: float,
     ) -> StepDone:
         external = [group for group in batch.groups if group.source != OWN_SOURCE]
+        followers = [group for group in external if group.own_lineage]
         rollouts = [rollout for each in own for rollout in each.group.rollouts]
         versions = [_versions(each.group) for each in own]
         return StepDone(
@@ -286,6 +295,8 @@ class TrainStage:
             age_windows=fmean(group.age_windows for group in external) if external else 0.0,
             off_policy_share=float((np.concatenate(versions) < version).mean()),
             partial_groups=sum(int(each.min() < each.max()) for each in versions),
+            groups_followers=len(followers),
+            staleness_followers=fmean(group.lag for group in followers) if followers else 0.0,
             sources=report.sources,
             pool=len(self._pool),
             generate_s=sum(each.generate_s for each in own),

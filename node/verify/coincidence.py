@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from node.verify.base import TokenArrays
-from protocol.messages import Digest, PeerId, RolloutGroup
+from protocol.messages import Lineage, PeerId, RolloutGroup
 
 __all__ = ["COPY_NATS", "GroupPrint", "RolloutPrint", "evidence_nats", "print_group"]
 
@@ -58,7 +58,7 @@ class GroupPrint:
     """What is remembered of one group, about 1 KB for eight short answers."""
 
     author: PeerId
-    base_model: Digest
+    lineage: Lineage
     window: int
     slot: int
     arrived_at: int
@@ -69,7 +69,7 @@ def print_group(group: RolloutGroup, tokens: Sequence[TokenArrays], arrived_at: 
     """The print of a well-formed group. Copies what it keeps, so that the body can be freed."""
     return GroupPrint(
         author=group.author,
-        base_model=group.lineage.base_model,
+        lineage=group.lineage,
         window=group.prompt.window,
         slot=group.prompt.slot,
         arrived_at=arrived_at,
@@ -120,18 +120,18 @@ def _drawn_nats(later: GroupPrint, earlier: GroupPrint, pairs: Sequence[tuple[in
 
 
 def _equal_nats(later: GroupPrint, earlier: GroupPrint, pairs: Sequence[tuple[int, int]]) -> float:
-    same_base = later.base_model == earlier.base_model
-    same_author = later.author == earlier.author
+    same_base = later.lineage.base_model == earlier.lineage.base_model
+    same_policy = later.lineage == earlier.lineage or later.author == earlier.author
     total = 0.0
     seen: set[bytes] = set()
     for i, j in pairs:
         one, other = later.rollouts[i], earlier.rollouts[j]
         nats_T = _token_nats(one.logprobs_T, other.logprobs_T, near_counts=not same_base)
         if same_base:
-            # Same start: the weights may be equal where both are at version 0, or where one author speaks
-            # twice.
+            # Same start: the weights may be equal where both are at version 0, or where both generated with
+            # one policy: one author twice, or an owner and its followers.
             equal_versions_T = one.versions_T == other.versions_T
-            maybe_same_T = equal_versions_T if same_author else equal_versions_T & (one.versions_T == 0)
+            maybe_same_T = equal_versions_T if same_policy else equal_versions_T & (one.versions_T == 0)
             nats_T = np.where(maybe_same_T, 0.0, nats_T)
         for t in np.flatnonzero(nats_T > 0.0):
             prefix = one.key[: 4 * (int(t) + 1)]

@@ -17,7 +17,7 @@ import numpy as np
 
 from node.verify.base import ACCEPT, Item, Sighting, TokenArrays, Verdict, reject
 from node.verify.coincidence import COPY_NATS, GroupPrint, RolloutPrint, evidence_nats, print_group
-from protocol.messages import Digest, PeerId, RolloutGroup
+from protocol.messages import Digest, Lineage, PeerId, RolloutGroup
 
 __all__ = ["Copies"]
 
@@ -37,7 +37,7 @@ class _Claim:
     """Who first announced a digest of completions."""
 
     author: PeerId
-    base_model: Digest
+    lineage: Lineage
     window: int
     slot: int
     policy_version: int
@@ -71,7 +71,7 @@ class Copies:
         prompt = announcement.prompt
         self._claims[announcement.completions] = _Claim(
             author=sighting.sender,
-            base_model=announcement.lineage.base_model,
+            lineage=announcement.lineage,
             window=prompt.window,
             slot=prompt.slot,
             policy_version=announcement.policy_version,
@@ -146,7 +146,7 @@ def _claimed_group(claim: _Claim, rollouts: tuple[RolloutPrint, ...]) -> GroupPr
     bit for bit; only the versions are its own, and at most the announced one."""
     return GroupPrint(
         author=claim.author,
-        base_model=claim.base_model,
+        lineage=claim.lineage,
         window=claim.window,
         slot=claim.slot,
         arrived_at=claim.arrived_at,

@@ -1,4 +1,7 @@
-"""Is it still worth using: age in windows, and lag in versions behind the lineage's own newest announcement.
+"""Is it still worth using: age in windows, and lag in versions behind the newest one known of its lineage.
+
+Of this node's own lineage, which followers generate for, that is the version it has now; of another one, what
+the sender itself announced, so that nobody's numbers move the verdict on somebody else.
 
 The rule is `node.weight.staleness`, the same that the pool is gated by. The window is compared with this
 node's clock; what the sender says about time counts for nothing. Needs no body, so it also runs on
@@ -9,6 +12,7 @@ from __future__ import annotations
 
 from node.verify.base import ACCEPT, Sighting, Verdict, reject
 from node.verify.ledger import Ledger
+from node.verify.lineage import OwnLineage
 from node.weight.staleness import judge_staleness
 from protocol.constants import MAX_CLOCK_SKEW_MS
 from protocol.messages import Charter
@@ -24,9 +28,10 @@ class Freshness:
     name = "freshness"
     hard = True
 
-    def __init__(self, charter: Charter, ledger: Ledger) -> None:
+    def __init__(self, charter: Charter, ledger: Ledger, own: OwnLineage | None = None) -> None:
         self._charter = charter
         self._ledger = ledger
+        self._own = own
 
     def check(self, item: Sighting) -> Verdict:
         """See `Check.check`."""
@@ -37,9 +42,15 @@ class Freshness:
             return reject("future")
         staleness = judge_staleness(
             announcement.policy_version,
-            self._ledger.newest_version(item.sender, announcement.lineage),
+            self._newest(item),
             window,
             window_of(self._charter, item.now_ms),
             self._charter.rules,
         )
         return ACCEPT if staleness.fresh else reject("stale")
+
+    def _newest(self, item: Sighting) -> int:
+        lineage = item.announcement.lineage
+        if self._own is not None and lineage == self._own.lineage:
+            return self._own.version()
+        return self._ledger.newest_version(item.sender, lineage)

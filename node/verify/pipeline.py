@@ -1,7 +1,7 @@
 """The verifier: what a node demands of a stranger's group before it learns from it, cheap questions first.
 
-    announcement --observe--> schema, freshness, slot      (before anything is fetched; enters the ledger)
-    candidate    --judge----> schema, freshness, slot, duplicate, skips, copies
+    announcement --observe--> schema, lineage, freshness, slot     (before it is fetched; enters the ledger)
+    candidate    --judge----> schema, lineage, freshness, slot, duplicate, skips, copies
                                   | on the "verify" lane, beside the event loop
                                   prompt, tokens, consistency, reward, plausibility ----> Judgement
 
@@ -25,6 +25,7 @@ from node.verify.base import ACCEPT, Candidate, Check, Decision, Item, Judgement
 from node.verify.copies import Copies
 from node.verify.freshness import Freshness
 from node.verify.ledger import Ledger
+from node.verify.lineage import LineageClaim, OwnLineage
 from node.verify.plausibility import LocalEngine, LocalPolicy, Plausibility
 from node.verify.provenance import Duplicate, PromptDerivation, SkipShare, SlotDerivation
 from node.verify.reward import GroupScorer, Reward
@@ -75,7 +76,8 @@ class Verifier:
     """Judges candidates against one charter.
 
     `item_at` gives the prompt of a universe index. `decoders` are the tokenizers this node has, by digest.
-    Without `policy` and `engine` there is no plausibility check (an observer has none).
+    Without `policy` and `engine` there is no plausibility check (an observer has none). `own` is the policy
+    that this node trains, which followers generate for.
 
     WARNING: with `enabled=False` whatever decodes is accepted and its CLAIMED rewards are believed. Anybody
     who can reach such a node trains it. It exists so that a demonstration with verification has something to
@@ -93,6 +95,7 @@ class Verifier:
         decoders: Mapping[Digest, Decode],
         policy: LocalPolicy | None = None,
         engine: LocalEngine | None = None,
+        own: OwnLineage | None = None,
         enabled: bool = True,
     ) -> None:
         self.enabled = enabled
@@ -103,9 +106,11 @@ class Verifier:
         ahead = MAX_CLOCK_SKEW_MS // charter.window_ms + 1
         self._ledger = Ledger(max_windows=charter.rules.max_age_windows + 1 + ahead)
         self._copies = Copies()
-        self._freshness = Freshness(charter, self._ledger)
+        self._lineage = LineageClaim(own)
+        self._freshness = Freshness(charter, self._ledger, own)
         self._slot = SlotDerivation(charter, swarm_id, self._ledger)
         self._cheap: tuple[Check, ...] = (
+            self._lineage,
             self._freshness,
             self._slot,
             Duplicate(self._ledger),
@@ -136,7 +141,7 @@ class Verifier:
         if not self.enabled:
             return ACCEPT
         sighting = Sighting(sender, announcement, arrived_at, self._clock.now_ms())
-        for check in (self._freshness, self._slot):
+        for check in (self._lineage, self._freshness, self._slot):
             verdict = check.check(sighting)
             if verdict.decision is Decision.REJECT:
                 return verdict

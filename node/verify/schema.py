@@ -80,10 +80,9 @@ class Schema:
     def check_announcement(self, sender: PeerId, announcement: Announcement) -> None:
         """What can be said without the body. Raises RemoteProtocolError."""
         charter = self._charter
-        if announcement.lineage.owner != sender:
-            raise RemoteProtocolError(f"{sender} announces for {announcement.lineage.owner}", reason="author")
-        if not is_member(charter, sender):
-            raise RemoteProtocolError(f"{sender} is no member of this swarm", reason="not_a_member")
+        for peer_id in (sender, announcement.lineage.owner):
+            if not is_member(charter, peer_id):
+                raise RemoteProtocolError(f"{peer_id} is no member of this swarm", reason="not_a_member")
         if tokenizer_spec(charter, announcement) is None:
             raise RemoteProtocolError(
                 f"tokenizer {announcement.lineage.tokenizer[:12]} is not in the charter",

@@ -37,6 +37,9 @@ SECONDS_PER_STEP = 20.0
 
 def demo(
     nodes: Annotated[int, typer.Option(min=1, max=16, help="Honest nodes, each with its own policy.")] = 3,
+    followers: Annotated[
+        int, typer.Option(min=0, max=16, help="Nodes without a trainer that generate for the first ones.")
+    ] = 0,
     steps: Annotated[int, typer.Option(min=1, help="Optimiser steps of each node.")] = 100,
     seed: Annotated[
         int, typer.Option(min=0, help="Seed of keys, universe of prompts, held-out prompts and sampling.")
@@ -75,6 +78,8 @@ def demo(
         raise ConfigError("--engine vllm needs real processes; leave out --transport memory")
     if transport == "memory" and with_liar:
         raise ConfigError("--with-liar needs real processes; leave out --transport memory")
+    if solo and followers:
+        raise ConfigError("--followers need a network to follow in; leave out --solo")
     if solo and with_liar:
         raise ConfigError("--with-liar needs a network to lie in; leave out --solo")
     if solo_groups is not None and not solo:
@@ -82,9 +87,11 @@ def demo(
     from swarm_cli.demo.folder import demo_folder
     from swarm_cli.demo.plan import DemoOptions, check_settings, make_plan
     from swarm_cli.demo.processes import signals_interrupt
-    from swarm_cli.demo.report import node_report, print_result, read_events
+    from swarm_cli.demo.report import follower_report, node_report, print_result, read_events
 
-    options = DemoOptions(nodes, steps, seed, transport, engine, with_liar, verify, solo, solo_groups)
+    options = DemoOptions(
+        nodes, steps, seed, transport, engine, with_liar, verify, solo, solo_groups, followers
+    )
     settings = parse_settings(setting)
     check_settings(options, settings)
     began_s = time.perf_counter()
@@ -93,7 +100,9 @@ def demo(
         plan = make_plan(options, root, settings)
         show = _progress(plan)
         if transport == "memory":
-            err.print(f"simulating {nodes} nodes in this process; loading torch takes some seconds")
+            err.print(
+                f"simulating {nodes + followers} nodes in this process; loading torch takes some seconds"
+            )
             from swarm_cli.demo.simulate import simulate
 
             simulate(plan, show)
@@ -102,11 +111,15 @@ def demo(
         reports = [
             node_report(n.config.name, read_events(n.home.run(n.config.run).metrics)) for n in plan.honest
         ]
+        following = [
+            follower_report(n.config.name, read_events(n.home.run(n.config.run).metrics), reports)
+            for n in plan.followers
+        ]
     wall_s = time.perf_counter() - began_s
     if json:
-        write_json({"wall_s": round(wall_s, 1), "nodes": reports})
+        write_json({"wall_s": round(wall_s, 1), "nodes": reports, "followers": following})
     else:
-        print_result(out, reports, wall_s)
+        print_result(out, reports, wall_s, following)
         if keep is not None:
             out.print(f"kept in {keep}", soft_wrap=True)
 
@@ -128,23 +141,25 @@ def _progress(plan: DemoPlan) -> Callable[[str, Event], None]:
 def _run_processes(plan: DemoPlan, show: Callable[[str, Event], None], *, screen: bool) -> None:
     from swarm_cli.demo.processes import EventTail, check_alive, running
 
-    tails = {node.config.name: EventTail(node.home.run(node.config.run).metrics) for node in plan.honest}
+    shown = (*plan.honest, *plan.followers)
+    tails = {node.config.name: EventTail(node.home.run(node.config.run).metrics) for node in shown}
+    training = {node.config.name for node in plan.honest}
     done: set[str] = set()
     deadline_s = time.monotonic() + START_S[plan.options.engine] + SECONDS_PER_STEP * plan.options.steps
     with running(plan.nodes) as children:
 
         def poll() -> bool:
-            """Read new events; True once every honest node has finished its steps."""
+            """Read new events; True once every honest node has finished its steps. Followers have none."""
             check_alive(plan.nodes, children)
             _follow(tails, done, (lambda name, event: None) if screen else show)
             if time.monotonic() > deadline_s:
-                _fail_late(tails.keys() - done)
-            return len(done) == len(tails)
+                _fail_late(training - done)
+            return done >= training
 
         if screen:
             from swarm_cli.dashboard.app import run_dashboard
 
-            sockets = [node.home.socket(node.config.name) for node in plan.honest]
+            sockets = [node.home.socket(node.config.name) for node in shown]
             if run_dashboard(sockets, until=poll) == "quit":
                 err.print("left before the end; stopping the nodes")
         else:

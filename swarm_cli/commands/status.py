@@ -16,7 +16,9 @@ from swarm_cli.output import err, out, write_json
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["status"]
+    from node.events import WeightsSeen
+
+__all__ = ["status", "weights_line"]
 
 
 def status(home: HomeOption = None, json: JsonOption = False) -> None:
@@ -48,9 +50,27 @@ def _print(facts: dict[str, Any]) -> None:
         f"up {facts['uptime_s']:.0f} s{reward}\n{facts['peer_id']}  in {facts['swarm']}",
         soft_wrap=True,
     )
+    if facts["weights"] is not None:
+        out.print(weights_line(facts["role"], facts["weights"]), soft_wrap=True)
     out.print(_table(facts))
     if facts["health"] is not None and facts["health"].not_sharing:
         out.print(f"shares nothing any more: {facts['health'].not_sharing}", soft_wrap=True)
+
+
+def weights_line(role: str, weights: WeightsSeen) -> str:
+    """How the weights travel, in one line."""
+    moved = f"in {weights.received_bytes / 1e6:.1f} MB, out {weights.sent_bytes / 1e6:.1f} MB"
+    if role == "trainer":
+        version = f"v{weights.policy_version}" if weights.policy_version >= 0 else "nothing yet"
+        count = weights.followers
+        return f"published {version}, {count} follower{'s' * (count != 1)}; weights {moved}"
+    if not weights.owner:
+        return f"follows nobody; weights {moved}"
+    version = "no version yet"
+    if weights.policy_version >= 0:
+        version = f"v{weights.policy_version}, {max(0, weights.head - weights.policy_version)} behind"
+    fetching = "".join(f", fetching {blob.have}/{blob.chunks} chunks" for blob in weights.blobs)
+    return f"follows {weights.owner} at {version}{fetching}; weights {moved}"
 
 
 def _table(facts: dict[str, Any]) -> Table:

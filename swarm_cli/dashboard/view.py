@@ -26,6 +26,7 @@ from node.events import (
     StagesSeen,
     StageStatus,
     StepDone,
+    WeightsSeen,
     inert,
 )
 
@@ -80,6 +81,8 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     groups: tuple[NumberedGroup, ...] = ()
     groups_judged: int = 0
     notices: tuple[Notice, ...] = ()
+    weights: WeightsSeen | None = None
+    """How the weights of this node's lineage, or of the one it follows, travel."""
     health: Health | None = None
     malformed: int = 0
     """Lines of the feed that could not be read."""
@@ -93,8 +96,14 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
         return self.started.peer_id if self.started else ""
 
     @property
+    def role(self) -> str:
+        return self.started.role if self.started else "trainer"
+
+    @property
     def policy_version(self) -> int:
-        """Newest version this node made or evaluated, -1 before either."""
+        """Newest version this node made or evaluated, for a follower that it generates with; -1 before."""
+        if self.role == "follower":
+            return self.weights.policy_version if self.weights else -1
         made = self.steps[-1].policy_version if self.steps else -1
         measured = self.evaluations[-1].policy_version if self.evaluations else -1
         return max(made, measured)
@@ -139,6 +148,8 @@ def fold(view: NodeView, event: Event) -> NodeView:
             return _replace(view, groups=groups, groups_judged=number)
         case Notice():
             return _replace(view, notices=(*view.notices, event)[-MAX_NOTICES:])
+        case WeightsSeen():
+            return _replace(view, weights=event)
         case Health():
             return _replace(view, health=event)
         case NodeStopped():

@@ -36,6 +36,8 @@ FOUNDED_AT = 1_767_225_600_000
 it."""
 OWN_KEYS = {
     "name": "",
+    "role": "--followers",
+    "follow.owner": "",
     "home": "--keep",
     "charter": "",
     "seed": "--seed",
@@ -48,6 +50,7 @@ OWN_KEYS = {
     "verify.enabled": "--no-verify",
 }
 """Config keys that the demo gives each node, and the option to use instead."""
+FOLLOWERS_EACH = 2
 LOWEST_PORT, LOWEST_EPHEMERAL = 20_000, 32_768
 SMALL_VLLM = {"vllm.kv_cache_mib": 64, "vllm.max_context": 128}
 """Three engines of tiny policies on one machine; prompt and answer take 20 tokens."""
@@ -57,6 +60,7 @@ class DemoRole(StrEnum):
     """What a planned process does."""
 
     NODE = "node"
+    FOLLOWER = "follower"
     LIAR = "liar"
 
 
@@ -73,6 +77,7 @@ class DemoOptions:
     verify: bool = True
     solo: bool = False
     solo_groups: int | None = None
+    followers: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +107,10 @@ class DemoPlan:
     def honest(self) -> tuple[PlannedNode, ...]:
         return tuple(node for node in self.nodes if node.role is DemoRole.NODE)
 
+    @property
+    def followers(self) -> tuple[PlannedNode, ...]:
+        return tuple(node for node in self.nodes if node.role is DemoRole.FOLLOWER)
+
 
 def check_settings(options: DemoOptions, settings: Mapping[str, Any]) -> None:
     """Refuse what the demo decides itself, and what no node could run with. Raises ConfigError."""
@@ -116,13 +125,14 @@ def check_settings(options: DemoOptions, settings: Mapping[str, Any]) -> None:
 
 def make_plan(options: DemoOptions, root: Path, settings: Mapping[str, Any]) -> DemoPlan:
     """Keys, ports, charter and configurations, written under `root`. Raises ConfigError."""
-    names = [_node_name(number) for number in range(options.nodes)] + ["liar"] * options.with_liar
+    cast = _cast(options)
+    names = [name for name, _, _ in cast]
     identities = [Identity.from_seed(_seed_bytes(options.seed, name)) for name in names]
     charter = found(identities[0], bundled("demo-charter.toml").read_text(encoding="utf-8"), FOUNDED_AT)
     addresses = _addresses(options.transport, identities)
     nodes = []
-    for number, (name, identity, address) in enumerate(zip(names, identities, addresses, strict=True)):
-        role = DemoRole.LIAR if name == "liar" else DemoRole.NODE
+    for number, (identity, address) in enumerate(zip(identities, addresses, strict=True)):
+        name, role, model = cast[number]
         home = Home(root / name).create()
         home.socket(name)
         create_key(home.key, identity)
@@ -134,8 +144,10 @@ def make_plan(options: DemoOptions, root: Path, settings: Mapping[str, Any]) -> 
                 **settings,
                 # Only the first node is known beforehand; the others are found through it.
                 **_overrides(options, number, name, home, addresses[: min(number, 1)], address),
+                "role": "follower" if role is DemoRole.FOLLOWER else "trainer",
+                "policy.path": f"models/{model}",
                 # The liar's answers are lies; any engine will do.
-                "rollout.engine": options.engine if role is DemoRole.NODE else "transformers",
+                "rollout.engine": "transformers" if role is DemoRole.LIAR else options.engine,
             },
         )
         write_atomically(home.root / "node.json", config.model_dump_json(indent=2).encode())
@@ -151,7 +163,6 @@ def _overrides(
         "home": str(home.root),
         "charter": str(home.charter),
         "seed": options.seed * 1000 + number,
-        "policy.path": f"models/{MODELS[number % len(MODELS)]}",
         "network.transport": "none" if options.solo else options.transport,
         "network.listen": address.partition("/p2p/")[0],
         "network.bootstraps": bootstraps,
@@ -173,6 +184,19 @@ def _addresses(transport: str, identities: list[Identity]) -> list[str]:
         f"/ip4/127.0.0.1/tcp/{port}/p2p/{identity.peer_id}"
         for port, identity in zip(ports, identities, strict=True)
     ]
+
+
+def _cast(options: DemoOptions) -> list[tuple[str, DemoRole, str]]:
+    """Name, role and policy of every process: the nodes, their followers, the liar. Two followers for the
+    first node, two for the second, and so on: they have its policy on disk, and find it by that."""
+    models = [MODELS[number % len(MODELS)] for number in range(options.nodes)]
+    cast = [(_node_name(number), DemoRole.NODE, models[number]) for number in range(options.nodes)]
+    for number in range(options.followers):
+        model = models[number // FOLLOWERS_EACH % options.nodes]
+        cast.append((f"follower{number + 1}", DemoRole.FOLLOWER, model))
+    if options.with_liar:
+        cast.append(("liar", DemoRole.LIAR, MODELS[options.nodes % len(MODELS)]))
+    return cast
 
 
 def _node_name(number: int) -> str:

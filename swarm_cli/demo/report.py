@@ -6,7 +6,7 @@ are means over its steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -16,9 +16,22 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from node.events import Evaluated, Event, Health, NodeStarted, PeersSeen, StepDone, decode_event, inert
+from node.events import (
+    Evaluated,
+    Event,
+    GroupJudged,
+    Health,
+    NodeStarted,
+    PeersSeen,
+    StepDone,
+    VersionPublished,
+    VersionReached,
+    WeightsSeen,
+    decode_event,
+    inert,
+)
 
-__all__ = ["node_report", "print_result", "read_events", "refusal_lines"]
+__all__ = ["follower_report", "node_report", "print_result", "read_events", "refusal_lines"]
 
 MAX_REASONS = 4
 LEGEND = (
@@ -68,6 +81,10 @@ def node_report(name: str, events: Iterable[Event]) -> dict[str, Any]:
         "greedy_last": last.greedy if last else None,
         "groups_local": sum(step.groups_local for step in steps),
         "groups_external": sum(step.groups_external for step in steps),
+        "groups_followers": _followers_groups(steps),
+        "staleness_followers": _followers_staleness(steps),
+        "versions_published": len(of_type.get(VersionPublished, [])),
+        "published_bytes": sum(each.blob_bytes for each in of_type.get(VersionPublished, [])),
         "prompts_shared": sum(step.prompts_shared for step in steps),
         "hacpo_groups": sum(step.hacpo_groups for step in steps),
         "graft_groups": sum(step.graft_groups for step in steps),
@@ -87,11 +104,66 @@ def node_report(name: str, events: Iterable[Event]) -> dict[str, Any]:
     }
 
 
-def print_result(out: Console, nodes: Sequence[dict[str, Any]], wall_s: float) -> None:
-    """The end of `swarm demo`: one row a node, then who refused what of whom."""
+def follower_report(name: str, events: Iterable[Event], nodes: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One entry of `followers` in the demo's JSON. What became of its groups is in the reports of `nodes`."""
+    peer_id, owner, version, digest, received, sent = "", "", -1, "", 0, 0
+    generated = 0
+    for event in events:
+        match event:
+            case NodeStarted():
+                peer_id = event.peer_id
+            case VersionReached():
+                owner, version, digest = event.owner, event.policy_version, event.digest
+            case WeightsSeen():
+                received, sent = event.received_bytes, event.sent_bytes
+            case GroupJudged():
+                generated += event.own
+    of_owner = next((node for node in nodes if node["peer_id"] == owner), None)
+    there = of_owner["by_peer"].get(peer_id, {}) if of_owner is not None else {}
+    return {
+        "name": name,
+        "peer_id": peer_id,
+        "owner": owner,
+        "version": version,
+        "digest": digest,
+        "groups_generated": generated,
+        "accepted": there.get("accepted", 0),
+        "trained": there.get("trained", 0),
+        "received_bytes": received,
+        "sent_bytes": sent,
+    }
+
+
+def _followers_groups(steps: Sequence[StepDone]) -> int:
+    return sum(step.groups_followers for step in steps)
+
+
+def _followers_staleness(steps: Sequence[StepDone]) -> float:
+    """Mean over the groups, not over the steps."""
+    lags = sum(step.groups_followers * step.staleness_followers for step in steps)
+    return lags / max(1, _followers_groups(steps))
+
+
+def print_result(
+    out: Console,
+    nodes: Sequence[dict[str, Any]],
+    wall_s: float,
+    followers: Sequence[dict[str, Any]] = (),
+) -> None:
+    """The end of `swarm demo`: one row a node, one a follower, then who refused what of whom."""
     out.print(f"swarm demo, {wall_s:.0f} s")
     out.print(_table(nodes))
     out.print(LEGEND)
+    if followers:
+        names = {node["peer_id"]: node["name"] for node in nodes}
+        out.print(_followers_table(followers, names))
+        for node in nodes:
+            if node["groups_followers"]:
+                out.print(
+                    f"{node['name']} trained on {node['groups_followers']} groups of its followers, "
+                    f"{node['staleness_followers']:.1f} versions behind on average",
+                    soft_wrap=True,
+                )
     for line in refusal_lines(nodes):
         out.print(line, soft_wrap=True)
 
@@ -115,6 +187,26 @@ def _table(nodes: Sequence[dict[str, Any]]) -> Table:
             str(node["groups_external"]),
             str(node["prompts_shared"]),
             f"{node['staleness_mean']:.1f}",
+        )
+    return table
+
+
+def _followers_table(followers: Sequence[dict[str, Any]], names: Mapping[str, str]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("follower")
+    table.add_column("of")
+    for name in ("version", "made", "accepted", "trained on", "weights in", "out"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for each in followers:
+        table.add_row(
+            each["name"],
+            names.get(each["owner"], "-"),
+            f"v{each['version']}" if each["version"] >= 0 else "-",
+            str(each["groups_generated"]),
+            str(each["accepted"]),
+            str(each["trained"]),
+            f"{each['received_bytes'] / 1e6:.1f} MB",
+            f"{each['sent_bytes'] / 1e6:.1f} MB",
         )
     return table
 

@@ -13,10 +13,21 @@ from collections.abc import Callable
 
 import torch
 
-from node.build import load, load_charter, open_environments, open_sandbox, require_strength
+from node.build import (
+    Loaded,
+    LoadedFollower,
+    load,
+    load_charter,
+    load_follower,
+    open_environments,
+    open_sandbox,
+    require_strength,
+)
 from node.clock import VirtualClock, run_virtual
 from node.compute import InlineCompute
+from node.core import CoreParts, NodeCore
 from node.events import Event, EventBus, Notice
+from node.follower import Follower
 from node.node import Node, NodeParts
 from node.sandbox.scorer import Scorer
 from node.state import MemorySequence, MemoryWindows
@@ -64,7 +75,8 @@ async def _simulate(plan: DemoPlan, show: Callable[[str, Event], None]) -> None:
         sandbox.start()
         require_strength(sandbox, open_environments(charter))
         nodes = [
-            await _build(planned, charter, sandbox, network, clock, show, stack) for planned in plan.honest
+            await _build(planned, charter, sandbox, network, clock, show, stack)
+            for planned in (*plan.honest, *plan.followers)
         ]
         async with asyncio.TaskGroup() as group:
             for node in nodes:
@@ -72,9 +84,10 @@ async def _simulate(plan: DemoPlan, show: Callable[[str, Event], None]) -> None:
             group.create_task(_stop_all(nodes))
 
 
-async def _stop_all(nodes: list[Node]) -> None:
+async def _stop_all(nodes: list[NodeCore]) -> None:
     for node in nodes:
-        await node.finished.wait()
+        if isinstance(node, Node):
+            await node.finished.wait()
     await asyncio.sleep(STOP_AFTER_S)
     for node in nodes:
         node.stop("steps done")
@@ -88,7 +101,7 @@ async def _build(
     clock: VirtualClock,
     show: Callable[[str, Event], None],
     stack: contextlib.ExitStack,
-) -> Node:
+) -> NodeCore:
     """A node; what must be closed goes on `stack`."""
     run_dir = planned.home.run(planned.config.run).create()
     bus = EventBus()
@@ -102,7 +115,11 @@ async def _build(
             return
         bus.emit(Notice(at=clock.now_ms(), level=level, text=text))
 
-    config, loaded = load(planned.config, charter, notice)
+    loaded: Loaded | LoadedFollower
+    if planned.config.role == "follower":
+        config, loaded = load_follower(planned.config, charter, notice)
+    else:
+        config, loaded = load(planned.config, charter, notice)
     stack.callback(loaded.engine.close)
     transport = None
     if config.network.transport != "none":
@@ -110,19 +127,20 @@ async def _build(
             planned.identity.peer_id, validate_record=record_validator(swarm_id(charter), clock.now_ms)
         )
         await transport.start()
-    parts = NodeParts(
-        **vars(loaded),
-        identity=planned.identity,
-        charter=charter,
-        sandbox=sandbox,
-        transport=transport,
-        sequence=MemorySequence(clock.now_ms()),
-        replay=ReplayCache(),
-        windows=MemoryWindows(),
-        standings=(),
-        clock=clock,
-        compute=InlineCompute(COSTS_S),
-        bus=bus,
-        rss_bytes=lambda: 0,
-    )
-    return Node(config, parts)
+    rest = {
+        "identity": planned.identity,
+        "charter": charter,
+        "sandbox": sandbox,
+        "transport": transport,
+        "sequence": MemorySequence(clock.now_ms()),
+        "replay": ReplayCache(),
+        "windows": MemoryWindows(),
+        "standings": (),
+        "clock": clock,
+        "compute": InlineCompute(COSTS_S),
+        "bus": bus,
+        "rss_bytes": lambda: 0,
+    }
+    if isinstance(loaded, LoadedFollower):
+        return Follower(config, CoreParts(**vars(loaded), **rest))
+    return Node(config, NodeParts(**vars(loaded), **rest))

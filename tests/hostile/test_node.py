@@ -45,7 +45,7 @@ from protocol.topics import (
 from tests.node.toy import TASK, Toy, ToyEnvironment, ToySwarm
 from tests.node.verify.world import identity
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compiled_delta")]
 replace = msgspec.structs.replace
 SETTLED_S = 7.0
 """By then the victim knows its neighbours and takes what they offer."""
@@ -330,7 +330,7 @@ def test_hostile_numbers_leave_weights_and_optimiser_byte_identical(
     """The same node twice, with and without the attack: own groups, steps and bytes are the same."""
 
     async def main(under_attack: bool) -> tuple[dict[str, bytes], Counter[str], Counter[str]]:
-        async with ToySwarm(tmp_path, policies) as swarm:
+        async with ToySwarm(tmp_path / str(under_attack), policies) as swarm:
             # It waits for nobody, so that the attack cannot even shift its prompts; nothing is quarantined,
             # so that every lie is looked at.
             victim = await swarm.add(
@@ -356,6 +356,30 @@ def test_hostile_numbers_leave_weights_and_optimiser_byte_identical(
     assert judged[""] == 0
     expected = Counter(REASONS.values())
     assert {reason: refused[reason] for reason in expected} == dict(expected)
+
+
+def test_claiming_the_victims_own_policy_gains_nothing_but_its_checks(
+    tmp_path: Path, policies: Sequence[Policy]
+) -> None:
+    """Versions that were never made and other base models under its name are refused before anything is
+    fetched; a plausible claim passes all checks and has the weight of its author's trust."""
+
+    async def attack(mallory: Mallory, victim: Toy) -> None:
+        ours = victim.node.lineage
+        for claim in (
+            {"lineage": ours, "policy_version": 10_000},
+            {"lineage": ours, "policy_version": 2**63 - 1},
+            {"lineage": replace(ours, base_model="0" * 64)},
+        ):
+            await mallory.offer(replace(mallory.honest_group(), **claim))
+            await asyncio.sleep(0.5)
+        await mallory.offer(replace(mallory.honest_group(), lineage=ours))
+        await asyncio.sleep(3)
+
+    def check(victim: Toy, honest: Toy, mallory: Mallory) -> None:
+        assert row(victim, mallory).rejected == {"future_version": 2, "other_model": 1}
+
+    attacked(tmp_path, policies, attack, check)
 
 
 def test_a_lineage_may_begin_at_any_version_and_overflows_nothing(

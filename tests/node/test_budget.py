@@ -215,3 +215,15 @@ def test_what_a_configuration_wishes(tiny_policy_path: Path) -> None:
     assert not wishes.fallback
     falling = load_config([], {"rollout.engine": "vllm", "rollout.fallback": True})
     assert Wishes.of(falling, charter, facts, "cpu").fallback
+
+
+def test_a_follower_needs_no_moments_and_no_gradients() -> None:
+    """Four copies in bfloat16 on a CPU: of the base, this version, the next, and the one for the engine. A
+    machine that is too small does not make it follow an adapter."""
+    ram = Machine("cpu", "RAM", 16 * GIB, 16 * GIB)
+    wishes = replace(WISHES, trains=False, engine="transformers")
+    plan = plan_memory(HALF, ram, wishes)
+    assert sizes(plan, "trainer") == {"versions": 4 * 2 * 494_032_768, "fixed": GIB // 2}
+    assert next(plan.lines()).startswith("memory plan for RAM: follows full tuning, ")
+    with pytest.raises(BudgetError):
+        plan_memory(HALF, Machine("cpu", "RAM", 5 * GIB, 5 * GIB), wishes)

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import itertools
 import json
+import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -44,7 +45,7 @@ from protocol.errors import ModelError
 from protocol.messages import PromptRef
 from tests.node.toy import COSTS_S, TASK, Toy, ToyEnvironment, ToySwarm, ToyTrouble
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compiled_delta")]
 SLOW_TRAINING = COSTS_S | {"train": 0.8}
 """Fewer steps in the same virtual time, where a test needs the time."""
 
@@ -326,7 +327,7 @@ def test_a_node_whose_engine_stays_wrong_shares_nothing_more_and_trains_on(
     tmp_path: Path, policies: Sequence[Policy]
 ) -> None:
     class Wrong(TransformersEngine):
-        probe_each = True  # probed at every version
+        probe_each = True
 
         def logprobs(self, sequences: Any) -> Any:
             return [scored - 0.1 * (self.policy_version >= 4) for scored in super().logprobs(sequences)]
@@ -701,7 +702,9 @@ def untimed(value: Any) -> Any:
 
 def test_the_same_seed_gives_the_same_events(tmp_path: Path, policies: Sequence[Policy]) -> None:
     async def main(seed: int) -> list[Any]:
-        async with ToySwarm(tmp_path, policies, seed=seed, link="home") as swarm:
+        # A second run in the same home would go on with the chain of the first.
+        shutil.rmtree(tmp_path / "again", ignore_errors=True)
+        async with ToySwarm(tmp_path / "again", policies, seed=seed, link="home") as swarm:
             alice = await swarm.add("alice", 0, train__steps=8, seed=seed)
             bob = await swarm.add("bob", 1, bootstraps=[alice], train__steps=8, seed=seed)
             await swarm.run()

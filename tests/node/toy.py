@@ -15,7 +15,9 @@ from typing import Any, TypeVar, cast
 from node.clock import VirtualClock
 from node.compute import InlineCompute
 from node.config import NodeConfig, load_config
+from node.core import CoreParts
 from node.events import Event, EventBus
+from node.follower import Follower
 from node.node import Node, NodeParts
 from node.rollout.engine.transformers import TransformersEngine
 from node.rollout.environment import Completion, Prompt, Score
@@ -112,8 +114,10 @@ class Toy:
     """A node of the toy swarm and what it said."""
 
     identity: Identity
-    node: Node
-    parts: NodeParts
+    node: Any
+    """Node or Follower."""
+    parts: Any
+    """NodeParts or CoreParts."""
     transport: MemoryTransport | None
     events: list[Event] = field(default_factory=list)
     task: asyncio.Task[None] | None = None
@@ -189,6 +193,38 @@ class ToySwarm:
         **settings: Any,
     ) -> Toy:
         """A node that is not running yet."""
+        config, core, transport = await self._core(name, policy, bootstraps, connected, settings)
+        chosen = core["policy"]
+        train = TrainSettings(max_completion_tokens=40, length_norm_tokens=5, measure_start_kl=False)
+        parts = change(
+            NodeParts(
+                **core,
+                settings=train,
+                trainer=Trainer(chosen, train),
+                decoders={each.tokenizer_digest: each.decode for each in self.policies},
+            )
+        )
+        return self._watched(Toy(parts.identity, Node(config, parts), parts, transport))
+
+    async def add_follower(
+        self,
+        name: str,
+        policy: int = 0,
+        *,
+        bootstraps: Sequence[Toy] = (),
+        change: Callable[[CoreParts], CoreParts] = lambda parts: parts,
+        **settings: Any,
+    ) -> Toy:
+        """A node without a trainer that is not running yet."""
+        settings |= {"role": "follower"}
+        config, core, transport = await self._core(name, policy, bootstraps, True, settings)
+        parts = change(CoreParts(**core))
+        return self._watched(Toy(parts.identity, Follower(config, parts), parts, transport))
+
+    async def _core(
+        self, name: str, policy: int, bootstraps: Sequence[Toy], connected: bool, settings: Mapping[str, Any]
+    ) -> tuple[NodeConfig, dict[str, Any], MemoryTransport | None]:
+        """Configuration, the parts of any node, and its started transport."""
         who = identity(name)
         addresses = tuple(f"/memory/p2p/{toy.peer_id}" for toy in bootstraps)
         config = self.config(name, network__bootstraps=addresses, **settings)
@@ -198,33 +234,28 @@ class ToySwarm:
                 who.peer_id, validate_record=record_validator(self.swarm_id, self.clock.now_ms)
             )
             await transport.start()
-        bus = EventBus()
         chosen = self.policies[policy]
-        train = TrainSettings(max_completion_tokens=40, length_norm_tokens=5, measure_start_kl=False)
-        parts = change(
-            NodeParts(
-                identity=who,
-                charter=self.charter,
-                policy=chosen,
-                settings=train,
-                trainer=Trainer(chosen, train),
-                engine=TransformersEngine(chosen),
-                environments={TASK: ToyEnvironment()},
-                sandbox=cast("Scorer", self.sandbox),
-                decoders={each.tokenizer_digest: each.decode for each in self.policies},
-                transport=transport,
-                sequence=MemorySequence(self.clock.now_ms()),
-                replay=ReplayCache(),
-                windows=MemoryWindows(),
-                standings=(),
-                clock=self.clock,
-                compute=InlineCompute(self.costs_s),
-                bus=bus,
-                rss_bytes=lambda: 0,
-            )
-        )
-        toy = Toy(who, Node(config, parts), parts, transport)
-        bus.subscribe(toy.events.append)
+        parts = {
+            "identity": who,
+            "charter": self.charter,
+            "policy": chosen,
+            "engine": TransformersEngine(chosen),
+            "environments": {TASK: ToyEnvironment()},
+            "sandbox": cast("Scorer", self.sandbox),
+            "transport": transport,
+            "sequence": MemorySequence(self.clock.now_ms()),
+            "replay": ReplayCache(),
+            "windows": MemoryWindows(),
+            "standings": (),
+            "clock": self.clock,
+            "compute": InlineCompute(self.costs_s),
+            "bus": EventBus(),
+            "rss_bytes": lambda: 0,
+        }
+        return config, parts, transport
+
+    def _watched(self, toy: Toy) -> Toy:
+        toy.parts.bus.subscribe(toy.events.append)
         self.toys.append(toy)
         return toy
 
@@ -239,8 +270,8 @@ class ToySwarm:
         await self.finished(*toys)
 
     async def finished(self, *toys: Toy) -> None:
-        """Wait until these nodes, or all, have done their steps; what a node raised is raised."""
-        for toy in toys or self.toys:
+        """Wait until these nodes, or all trainers, have done their steps; what a node raised is raised."""
+        for toy in toys or [toy for toy in self.toys if isinstance(toy.node, Node)]:
             if toy.task is None:
                 raise ValueError(f"{toy.node.config.name} was not started")
             done = asyncio.create_task(toy.node.finished.wait())

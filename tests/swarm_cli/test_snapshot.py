@@ -9,14 +9,16 @@ import socket
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from node.events import NodeStarted, PeersSeen, StagesSeen, StageStatus
+from node.events import BlobStatus, NodeStarted, PeersSeen, StagesSeen, StageStatus, WeightsSeen
 from node.paths import Home
 from node.telemetry import SocketSink
 from swarm_cli import snapshot
 from swarm_cli.commands import status
+from swarm_cli.commands.status import weights_line
 from swarm_cli.snapshot import read_nodes, summary
 from tests.swarm_cli.conftest import Swarm
 
@@ -122,3 +124,34 @@ async def test_the_table_shows_stages_and_waits(sockets: Path, capsys: pytest.Ca
     assert "ada  v0  0 peers  up 2 s" in shown
     for stage in STAGES:
         assert f"wait of {stage}" in shown
+
+
+@pytest.mark.parametrize(
+    ("role", "changes", "line"),
+    [
+        ("trainer", {}, "published v7, 2 followers; weights in 0.0 MB, out 2.5 MB"),
+        (
+            "trainer",
+            {"policy_version": -1, "followers": 1},
+            "published nothing yet, 1 follower; weights in 0.0 MB, out 2.5 MB",
+        ),
+        ("follower", {}, "follows 12D3KooWx at v7, 2 behind; weights in 0.0 MB, out 2.5 MB"),
+        (
+            "follower",
+            {"policy_version": -1, "blobs": (BlobStatus(chunks=9, have=4, peers=1, bytes_per_s=1.0),)},
+            "follows 12D3KooWx at no version yet, fetching 4/9 chunks; weights in 0.0 MB, out 2.5 MB",
+        ),
+        ("follower", {"owner": ""}, "follows nobody; weights in 0.0 MB, out 2.5 MB"),
+    ],
+)
+def test_how_weights_travel_in_one_line(role: str, changes: dict[str, Any], line: str) -> None:
+    fields: dict[str, Any] = {
+        "at": 1,
+        "owner": "12D3KooWx",
+        "policy_version": 7,
+        "head": 9,
+        "followers": 2,
+        "sent_bytes": 2_500_000,
+        "received_bytes": 0,
+    }
+    assert weights_line(role, WeightsSeen(**(fields | changes))) == line

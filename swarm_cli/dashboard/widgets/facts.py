@@ -11,7 +11,7 @@ from node.events import Health, StepDone
 from swarm_cli.dashboard.text import BAD, DIM, WARN, decimal, duration, quantity
 from swarm_cli.dashboard.view import NodeView
 
-__all__ = ["Facts"]
+__all__ = ["Facts", "facts_of"]
 
 COLUMN_CELLS = 25
 Fact = tuple[str, str, str]
@@ -26,7 +26,7 @@ class Facts(Static):
 
     def show(self, view: NodeView) -> None:
         """Draw the newest step and health of `view`."""
-        facts = (*_of_step(view.steps[-1] if view.steps else None), *_of_health(view.health))
+        facts = facts_of(view)
         if facts != self._facts:
             self._facts = facts
             self._draw()
@@ -48,6 +48,12 @@ class Facts(Static):
         for row in range(rows):
             grid.add_row(*(_cell(*fact) for fact in shown[row::rows]))
         self.update(grid)
+
+
+def facts_of(view: NodeView) -> tuple[Fact, ...]:
+    """Label, value and style of everything there is to say, the most telling first."""
+    step = _of_step(view.steps[-1] if view.steps else None)
+    return (*step, *_of_weights(view), *_of_health(view.health))
 
 
 def _cell(label: str, value: str, style: str) -> Table:
@@ -87,6 +93,34 @@ def _of_step(step: StepDone | None) -> tuple[Fact, ...]:
         ("shared prompts", str(step.prompts_shared), ""),
         ("hacpo+graft", f"{step.hacpo_groups}+{step.graft_groups}", ""),
         ("off-policy", f"{decimal(100 * step.off_policy_share, 0)} % of own", ""),
+        *(
+            (("of followers", f"{step.groups_followers}, {decimal(step.staleness_followers, 1)} behind", ""),)
+            if step.groups_followers
+            else ()
+        ),
+    )
+
+
+def _of_weights(view: NodeView) -> tuple[Fact, ...]:
+    weights = view.weights
+    if weights is None:
+        return ()
+    version = f"v{weights.policy_version}" if weights.policy_version >= 0 else "none yet"
+    moved = ("weights in+out", f"{quantity(weights.received_bytes)}+{quantity(weights.sent_bytes)}B", "")
+    if view.role == "trainer":
+        return (("followers", str(weights.followers), ""), ("published", version, ""), moved)
+    fetching = " ".join(f"{blob.have}/{blob.chunks}" for blob in weights.blobs) or "nothing"
+    behind = max(0, weights.head - weights.policy_version)
+    return (
+        (
+            "follows",
+            view.name_of(weights.owner) if weights.owner else "nobody",
+            "" if weights.owner else WARN,
+        ),
+        ("generates with", version, "bold"),
+        ("behind its owner", f"{behind} versions", ""),
+        ("fetching chunks", fetching, ""),
+        moved,
     )
 
 

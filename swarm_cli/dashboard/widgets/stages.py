@@ -19,7 +19,7 @@ LONG_WAIT_S = 30.0
 
 
 class StageStrip(Static):
-    """Six columns, in the order of the flow."""
+    """A column for each, in the order of the flow."""
 
     BORDER_TITLE = "stages"
 
@@ -39,7 +39,9 @@ class StageStrip(Static):
 
     def _draw(self) -> None:
         known = {status.stage: status for status in self._stages}
-        names = (*STAGES, *(name for name in known if name not in STAGES))[:8]
+        # A follower has fewer of them.
+        standard = [name for name in STAGES if name in known] or STAGES
+        names = (*standard, *(name for name in known if name not in STAGES))[:8]
         cells = max(8, self.content_size.width // len(names) - 1)
         grid = Table.grid(expand=True, padding=(0, 1))
         for _ in names:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from node.share.peers import PeerBook
@@ -20,7 +21,7 @@ def nobody(peer_id: PeerId) -> bool:
 
 def test_a_row_tells_what_was_counted() -> None:
     book = PeerBook(OURS)
-    book.announced("p", announcement("p", 3), at=1000)
+    book.announced("p", announcement("p", 3, THEIRS), at=1000)
     book.announced("p", announcement("p", 2, THEIRS), at=2000)
     book.accepted("p", 1, age_windows=1.0)  # two versions behind
     book.accepted("p", 3, age_windows=2.0)
@@ -34,12 +35,27 @@ def test_a_row_tells_what_was_counted() -> None:
     assert (row.policy_version, row.lag, row.age_windows) == (3, pytest.approx(2 / 3), 1.0)
     assert row.last_seen_at == 2000
     assert not row.same_tokenizer
-    assert book.newest_version("p") == 3
+    assert book.newest_version("p", announcement("p", 0, THEIRS).lineage) == 3
+
+
+def test_a_follower_of_another_owner_starts_with_that_owners_versions() -> None:
+    book = PeerBook(OURS)
+    first, second = (Lineage(owner, "c" * 64, OURS) for owner in ("first", "second"))
+
+    def announced(lineage: Lineage, version: int) -> None:
+        book.announced("p", msgspec.structs.replace(announcement("p", version), lineage=lineage), at=1)
+
+    announced(first, 500)
+    assert book.newest_version("p", first) == 500
+    announced(second, 3)
+    assert (book.newest_version("p", second), book.newest_version("p", first)) == (3, -1)
+    (row,) = book.table(frozenset(), {}, lambda peer_id: 0.5)
+    assert (row.follows, row.policy_version) == ("second", 3)
 
 
 def test_unknown_peers_have_neutral_numbers() -> None:
     book = PeerBook(OURS)
-    assert book.newest_version("p") == -1
+    assert book.newest_version("p", announcement("p", 0).lineage) == -1
     (row,) = book.table(frozenset({"p"}), {}, lambda peer_id: 0.5)
     assert (row.connected, row.name, row.policy_version, row.last_seen_at) == (True, "", -1, 0)
     assert (row.lag, row.age_windows) == (0.0, 0.0)

@@ -167,6 +167,24 @@ def test_two_nodes_learn_of_each_other_through_one_bootstrap() -> None:
     town(test)
 
 
+def test_another_lineage_is_told_to_every_neighbour_at_once() -> None:
+    """A follower that has another owner: its neighbours ask the right peers for weights."""
+
+    async def test(made: Town) -> None:
+        bob = await made.settle(BOB)
+        alice = await made.settle(ALICE, BOB.peer_id)
+        carol = await made.settle(CAROL, BOB.peer_id, ALICE.peer_id)
+        await asyncio.sleep(5)
+        owned = Lineage(BOB.peer_id, "b" * 64, "a" * 64)
+        assert bob.presence.known[ALICE.peer_id].lineage != owned
+        alice.record = msgspec.structs.replace(alice.record, lineage=owned)
+        await asyncio.sleep(2)
+        for member in (bob, carol):
+            assert member.presence.known[ALICE.peer_id].lineage == owned
+
+    town(test)
+
+
 def test_the_record_is_renewed_before_it_expires() -> None:
     async def test(town: Town) -> None:
         alice = await town.settle(ALICE)

@@ -28,6 +28,7 @@ from node.train.checkpoint import (
     restore,
     resume,
     save_checkpoint,
+    take_weights,
 )
 from node.train.settings import TrainSettings
 from node.train.step import Trainer
@@ -356,3 +357,36 @@ def test_a_trainer_goes_on_from_the_newest_checkpoint_that_can_be_read(
     fresh = Trainer(policy, SETTINGS)
     resume(fresh, engine, tmp_path / "nowhere")
     assert fresh.policy_version == 0
+
+
+def test_a_published_version_is_taken_with_the_moments_as_they_are(
+    policy: Policy, batch: TrainingBatch
+) -> None:
+    """As after a kill -9: the checkpoint is of version 1, version 5 was published, in bfloat16."""
+    trainer, engine = Trainer(policy, TrainSettings()), TransformersEngine(policy)
+    trainer.step(batch)
+    moments = {
+        name: trainer.optimiser.state[parameter]["exp_avg"].clone()
+        for name, parameter in trainer.model.named_parameters()
+    }
+    published = {name: (tensor + 0.5).to(torch.bfloat16) for name, tensor in trainer.state_dict().items()}
+    take_weights(trainer, engine, published, 5)
+    assert trainer.policy_version == engine.policy_version == 5
+    for name, tensor in trainer.state_dict().items():
+        assert torch.equal(tensor, published[name].float())
+    for name, parameter in trainer.model.named_parameters():
+        assert torch.equal(trainer.optimiser.state[parameter]["exp_avg"], moments[name])
+    sequence = [TokenSequence((5, 6), (7, 8))]
+    assert np.allclose(engine.logprobs(sequence)[0], trainer.logprobs(sequence)[0], atol=1e-5)
+    assert trainer.step(batch).policy_version == 6
+
+
+def test_published_weights_of_another_shape_change_nothing(policy: Policy) -> None:
+    trainer, engine = Trainer(policy, TrainSettings()), TransformersEngine(policy)
+    before = trainer.state_dict()
+    name = next(iter(dict(trainer.model.named_parameters())))
+    for wrong in ({}, {**before, name: before[name][:1]}):
+        with pytest.raises(ModelError, match="of other names or shapes"):
+            take_weights(trainer, engine, wrong, 5)
+    assert (trainer.policy_version, engine.policy_version) == (0, 0)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.state_dict().items())

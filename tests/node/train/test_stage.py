@@ -119,6 +119,7 @@ class Bench:
         self.gauge = StageGauge("train", self.clock, "own groups")
         self.weight = StageGauge("weight", self.clock, "a step")
         self.number = 0
+        self.lineage = Lineage(ME, "a" * 64, policy.tokenizer_digest)
         bus = EventBus()
         bus.subscribe(self.events.append)
         values: dict[str, Any] = {
@@ -142,6 +143,7 @@ class Bench:
             trust=self.trust,
             answered=self.answered,
             rules=RULES,
+            lineage=self.lineage,
             window=lambda: NOW,
             peers_active=lambda: self.active,
             drawn=self._drawn,
@@ -388,6 +390,49 @@ def test_tokens_of_older_versions_are_counted(bench: Callable[..., None]) -> Non
         assert bench.step.partial_groups == 1
 
     bench(test, local_groups=2)
+
+
+def test_followers_groups_are_trained_on_like_own_ones_at_their_true_lag(bench: Callable[..., None]) -> None:
+    """Version 9 is trained. ALICE generated with version 6 of ours, 3 behind, whatever she announced; BOB's
+    group is foreign, and 1 behind his own newest. An own group is 1 behind. Mean: (3 + 1 + 1) / 3."""
+
+    async def test(bench: Bench) -> None:
+        bench.trainer.policy_version = 9
+        bench.heard_version(BOB, 4)
+        bench.make_own(0.0, 1.0, policy_version=8)
+        bench.pool_in(ALICE, 0.0, 1.0, lineage=bench.lineage, policy_version=6)
+        bench.pool_in(BOB, 0.0, 1.0, policy_version=3)
+        await bench.stage.run()
+        batch = bench.trainer.batches[-1]
+        by_source = {group.source: group for group in batch.groups}
+        assert by_source[ALICE].treatment is Treatment.OWN
+        assert by_source[BOB].treatment is Treatment.COMPAT
+        assert {source: group.lag for source, group in by_source.items()} == {"own": 1, ALICE: 3, BOB: 1}
+        # (r - mean) / std of its own two rewards, as for the own group; anchored at what was sampled.
+        assert by_source[ALICE].advantages == by_source["own"].advantages
+        row = batch.sources.index(ALICE)
+        assert batch.behaviour_BT[batch.source_B == row].tolist() == [[-1.0] * 4] * 2
+        step = bench.step
+        assert (step.groups_external, step.groups_followers, step.staleness_followers) == (2, 1, 3.0)
+        assert step.staleness == pytest.approx(5 / 3)
+
+    bench(test)
+
+
+@pytest.mark.parametrize(("version", "used"), [(4, 1), (3, 0)])
+def test_a_followers_group_is_gated_by_its_lag_behind_the_trainer(
+    bench: Callable[..., None], version: int, used: int
+) -> None:
+    """5 versions are allowed; ALICE never announced anything newer."""
+
+    async def test(bench: Bench) -> None:
+        bench.trainer.policy_version = 9
+        bench.make_own(0.0, 1.0, policy_version=9)
+        bench.pool_in(ALICE, 0.0, 1.0, lineage=bench.lineage, policy_version=version)
+        await bench.stage.run()
+        assert bench.step.groups_followers == used
+
+    bench(test)
 
 
 def test_each_stage_works_while_its_work_is_done_and_waits_by_name_else(policy: Policy) -> None:

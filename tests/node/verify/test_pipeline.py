@@ -62,6 +62,7 @@ async def test_an_honest_group_is_accepted_with_our_own_rewards(world, alice):
     assert judgement.rewards == tuple(each.reward for each in group.rollouts)
     assert [outcome.check for outcome in judgement.checks] == [
         "schema",
+        "lineage",
         "freshness",
         "slot",
         "duplicate",
@@ -221,7 +222,7 @@ def test_an_announcement_alone_tells_what_not_to_fetch(world, alice, bob):
     honest = candidate(world.group(alice)).announcement
     assert verifier.observe(alice, honest, EPOCH_MS).decision is Decision.ACCEPT
     assert verifier.observe(alice, honest, EPOCH_MS + 5).decision is Decision.ACCEPT
-    assert verifier.observe(bob, honest, EPOCH_MS).reason == "author"
+    assert verifier.observe(bob, honest, EPOCH_MS).reason == "tampered_prompt"  # not one of bob's slots
     assert verifier.observe(alice, replace(honest, rewards=(0.0,) * 8), EPOCH_MS).reason == "equivocation"
     old = replace(honest, prompt=world.prompt(alice, 0, window=90))
     assert verifier.observe(alice, old, EPOCH_MS).reason == "stale"

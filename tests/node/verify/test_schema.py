@@ -80,8 +80,14 @@ def test_garbage_under_the_right_digest_does_not_decode(world, alice):
 def test_nobody_speaks_for_another(world, alice, bob):
     group = world.group(alice)
     assert reason(world, candidate(group, sender=bob)) == "author"
-    assert reason(world, candidate(replace(group, author=bob))) == "author"
     assert reason(world, candidate(replace(group, author=bob), sender=alice)) == "author"
+
+
+def test_a_follower_speaks_for_itself_with_its_owners_policy(world, alice, bob):
+    group = replace(world.group(alice), author=bob)
+    assert reason(world, candidate(group)) == ""
+    closed = World(changes={"members": (bob,)})
+    assert reason(closed, candidate(group)) == "not_a_member"
 
 
 def test_closed_swarm_and_unknown_tokenizer(world, alice, bob):

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from node.events import (
+    BlobStatus,
     Evaluated,
     GroupJudged,
     NodeStarted,
@@ -16,6 +17,7 @@ from node.events import (
     StagesSeen,
     StageStatus,
     StepDone,
+    WeightsSeen,
 )
 from swarm_cli.dashboard.view import (
     MAX_GROUPS,
@@ -28,6 +30,7 @@ from swarm_cli.dashboard.view import (
     lose_line,
     set_link,
 )
+from swarm_cli.dashboard.widgets.facts import facts_of
 from tests.swarm_cli.dashboard.make_sample import ALICE, BOB, STEPS, sample_events, stopped_event
 
 EVENTS = list(sample_events())
@@ -175,3 +178,43 @@ def test_an_inert_event_is_unchanged_when_it_was_inert() -> None:
 def test_numbers_beyond_64_bits_are_capped() -> None:
     huge = inert_event(msgspec.structs.replace(STARTED, params=10**400))
     assert huge.params == 2**63
+
+
+def weights(owner: str, version: int, head: int, *blobs: BlobStatus) -> WeightsSeen:
+    return WeightsSeen(
+        at=STARTED.at,
+        owner=owner,
+        policy_version=version,
+        head=head,
+        followers=2,
+        sent_bytes=1_500_000,
+        received_bytes=20_000,
+        blobs=blobs,
+    )
+
+
+def test_a_follower_shows_whose_version_it_generates_with() -> None:
+    started = msgspec.structs.replace(STARTED, role="follower")
+    fetched = BlobStatus(chunks=16, have=5, peers=2, bytes_per_s=1e6)
+    view = folded(started, PEERS, weights(BOB, 7, 9, fetched))
+    assert (view.role, view.policy_version) == ("follower", 7)
+    assert [(label, value) for label, value, _ in facts_of(view)] == [
+        ("follows", "bob"),
+        ("generates with", "v7"),
+        ("behind its owner", "2 versions"),
+        ("fetching chunks", "5/16"),
+        ("weights in+out", "20.0k+1.5MB"),
+    ]
+    assert folded(started).policy_version == -1
+    assert ("follows", "nobody") in [fact[:2] for fact in facts_of(folded(started, weights("", -1, -1)))]
+
+
+def test_an_owner_shows_its_followers() -> None:
+    view = folded(STARTED, weights(ALICE, 7, 7))
+    assert [(label, value) for label, value, _ in facts_of(view)] == [
+        ("followers", "2"),
+        ("published", "v7"),
+        ("weights in+out", "20.0k+1.5MB"),
+    ]
+    trained = msgspec.structs.replace(STEP, groups_followers=3, staleness_followers=1.5)
+    assert ("of followers", "3, 1.5 behind") in [fact[:2] for fact in facts_of(folded(STARTED, trained))]

@@ -120,3 +120,23 @@ def test_the_charter_lists_the_tasks_that_the_policies_know_and_their_tokenizers
     digests = {digest((folder / "tokenizer.json").read_bytes()) for folder in folders}
     assert {spec.digest for spec in charter.tokenizers} == digests
     assert len(digests) >= 2
+
+
+def test_followers_have_the_policy_of_the_node_they_are_for(tmp_path: Path) -> None:
+    made = plan(tmp_path, DemoOptions(nodes=2, followers=3))
+    assert [node.config.name for node in made.honest] == ["wren", "starling"]
+    assert [(node.config.name, node.config.role, node.config.policy.path) for node in made.followers] == [
+        ("follower1", "follower", "models/wren"),
+        ("follower2", "follower", "models/wren"),
+        ("follower3", "follower", "models/starling"),
+    ]
+    assert {node.config.role for node in made.honest} == {"trainer"}
+    # The others' keys and configurations are as without followers.
+    again = plan(tmp_path / "again", DemoOptions(nodes=2))
+    assert [node.identity.peer_id for node in again.nodes] == [node.identity.peer_id for node in made.honest]
+
+
+@pytest.mark.parametrize("key", ["role", "follow.owner"])
+def test_roles_are_the_demos_choice(key: str) -> None:
+    with pytest.raises(ConfigError, match="the demo sets this itself"):
+        check_settings(DemoOptions(), {key: "follower"})

@@ -17,13 +17,13 @@ STEPS = 5
 DEADLINE_S = 110.0
 
 
-def simulate(folder: Path, seed: int) -> tuple[dict[str, Any], dict[str, list[Any]]]:
+def simulate(folder: Path, seed: int, *options: str) -> tuple[dict[str, Any], dict[str, list[Any]]]:
     """The JSON of `swarm demo --transport memory`, and the events of each node."""
     done = subprocess.run(
         [
             *(sys.executable, "-m", "swarm_cli", "demo", "--transport", "memory", "--json"),
             *("--steps", str(STEPS), "--seed", str(seed), "--keep", str(folder)),
-            *("--set", "evaluate.prompts_per_task=16"),
+            *("--set", "evaluate.prompts_per_task=16", *options),
         ],
         capture_output=True,
         timeout=DEADLINE_S,
@@ -36,7 +36,7 @@ def simulate(folder: Path, seed: int) -> tuple[dict[str, Any], dict[str, list[An
             json.loads(line)
             for line in (folder / node["name"] / "runs/latest/metrics.jsonl").read_bytes().splitlines()
         ]
-        for node in result["nodes"]
+        for node in (*result["nodes"], *result["followers"])
     }
     return result, metrics
 
@@ -60,3 +60,24 @@ def test_the_same_seed_gives_the_same_metrics_and_another_seed_does_not(tmp_path
     assert any(node["groups_external"] for node in first["nodes"])
     other, _ = simulate(tmp_path / "c", seed=2)
     assert without_timings(other) != without_timings(first)
+
+
+@pytest.mark.timeout(300)
+def test_followers_are_simulated_and_repeat_too(tmp_path: Path) -> None:
+    options = ("--nodes", "1", "--followers", "2", "--steps", "15")
+    first, first_metrics = simulate(tmp_path / "a", 1, *options)
+    again, again_metrics = simulate(tmp_path / "b", 1, *options)
+    assert without_timings(again) == without_timings(first)
+    assert without_timings(again_metrics) == without_timings(first_metrics)
+    (owner,) = first["nodes"]
+    assert owner["groups_followers"] > 0
+    assert owner["staleness_followers"] > 0
+    published = {
+        event["policy_version"]: event["digest"]
+        for event in first_metrics["wren"]
+        if event["type"] == "VersionPublished"
+    }
+    for follower in first["followers"]:
+        assert follower["version"] == 15
+        assert follower["digest"] == published[15]
+        assert follower["accepted"] > 0

@@ -1,0 +1,62 @@
+"""Weights as they travel: the bfloat16 view of a state dict, as numpy bits.
+
+    {name: tensor of any float type} --to_bits--> {name: uint16 array} --to_tensors--> {name: bfloat16 tensor}
+
+`to_bits` rounds to nearest, ties to even, and copies; tied tensors stay one array under several names, so
+that they are coded and hashed once. `to_tensors` makes views. Not for coding (`protocol/delta.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from protocol.errors import LocalProtocolError
+
+__all__ = ["U16", "all_finite", "to_bits", "to_tensors"]
+
+U16 = NDArray[np.uint16]
+
+_EXPONENT = np.uint16(0x7F80)
+_PIECE = 1 << 20
+
+
+def to_bits(state: Mapping[str, Tensor]) -> dict[str, U16]:
+    """A copy of the weights in bfloat16. Raises LocalProtocolError for a tensor that is not floating
+    point."""
+    copies: dict[tuple[object, ...], U16] = {}
+    bits: dict[str, U16] = {}
+    for name, tensor in state.items():
+        if not tensor.is_floating_point():
+            raise LocalProtocolError(f"{name} is {tensor.dtype}; only floating-point weights travel")
+        where = (
+            tensor.device,
+            tensor.data_ptr() if tensor.numel() else name,
+            tensor.shape,
+            tensor.stride(),
+            tensor.dtype,
+        )
+        if where not in copies:
+            rounded = tensor.detach().to("cpu", torch.bfloat16, copy=True).contiguous()
+            copies[where] = rounded.view(torch.int16).numpy().view(np.uint16)
+        bits[name] = copies[where]
+    return bits
+
+
+def to_tensors(bits: Mapping[str, U16]) -> dict[str, Tensor]:
+    """The same memory as bfloat16 tensors."""
+    return {name: torch.from_numpy(array.view(np.int16)).view(torch.bfloat16) for name, array in bits.items()}
+
+
+def all_finite(bits: Mapping[str, U16]) -> bool:
+    """Whether no weight is an infinity or NaN."""
+    for array in {id(array): array for array in bits.values()}.values():
+        flat = array.reshape(-1)
+        for start in range(0, flat.size, _PIECE):
+            if ((flat[start : start + _PIECE] & _EXPONENT) == _EXPONENT).any():
+                return False
+    return True

@@ -1,0 +1,258 @@
+"""Who has contributed to the next merge: an observed-remove set of signed contributions, the same on every
+node that has heard the same, in whatever order.
+
+    SignedLink (anchor on the common base) --add--> MergeSet --visible--> merge.resolve
+    SignedRemoval (tags that its author observed) --remove--> MergeSet <--join-- another node's MergeSet
+
+A contribution is an anchor of its author's chain: the lossless delta from weights that all have (the common
+base) to the author's version. Its tag is the SHA-256 of the signed link's content, unique because a link says
+when it was made. A removal names tags and is signed by the author of what it removes, so it takes away what
+was observed and no later addition: add wins. Of each author the newest addition stands, removed or not, and
+the newest removal; both are maxima, so `join` is commutative, associative and idempotent, and an author takes
+constant room. A generic set after Shapiro et al., "A comprehensive study of convergent and commutative
+replicated data types" (2011).
+
+Pure: no clock, no network, no weights. Whose contributions are let in (members, trust, a link from the
+future) is decided before `add`; in an open swarm keys cost nothing: `max_authors` bounds room, not influence.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
+
+from protocol.codec import decode, encode, framed
+from protocol.errors import LocalProtocolError, RemoteProtocolError, SignatureError
+from protocol.identity import Identity, verify
+from protocol.links import open_link
+from protocol.messages import Digest, LinkKind, Millis, PeerId, Record, SignedLink, WeightsLink
+
+__all__ = [
+    "MAX_CONTRIBUTIONS",
+    "Contribution",
+    "MergeError",
+    "MergeRemoval",
+    "MergeSet",
+    "SignedRemoval",
+    "open_removal",
+    "sign_removal",
+]
+
+MAX_CONTRIBUTIONS = 64
+"""Authors in one set. Changing breaks: nodes with another number merge other weights."""
+MAX_REMOVED_TAGS = 32
+"""Tags that one removal names. Changing breaks: longer removals are refused."""
+MAX_REMOVAL_BYTES = 4096
+
+
+class MergeError(RemoteProtocolError):
+    """A contribution or removal that does not belong into this set."""
+
+
+class MergeRemoval(Record, frozen=True):
+    """author -> everybody: these contributions of mine count no more. Names all that its author has added on
+    this base, so that no older one comes back where the newest has not arrived."""
+
+    author: PeerId
+    base: Digest
+    tags: Annotated[tuple[Digest, ...], Meta(min_length=1, max_length=MAX_REMOVED_TAGS)]
+    created_at: Millis
+
+
+class SignedRemoval(Record, frozen=True):
+    """A removal as its author signed it. `removal` holds a canonical MergeRemoval."""
+
+    removal: Annotated[bytes, Meta(max_length=MAX_REMOVAL_BYTES)]
+    signature: Annotated[bytes, Meta(min_length=64, max_length=64)]
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """One addition, its signature checked."""
+
+    tag: Digest
+    signed: SignedLink
+    link: WeightsLink
+
+    @property
+    def author(self) -> PeerId:
+        return self.link.lineage.owner
+
+    @property
+    def _age(self) -> tuple[int, int, Digest, bytes]:
+        """Newest last, the same order everywhere: an author who signs two links of one version, or one link
+        twice, gets one of them taken, and everybody takes that one."""
+        return self.link.policy_version, self.link.created_at, self.tag, self.signed.signature
+
+
+@dataclass(frozen=True, slots=True)
+class _Removed:
+    signed: SignedRemoval
+    removal: MergeRemoval
+
+    @property
+    def _age(self) -> tuple[int, bytes, bytes]:
+        return self.removal.created_at, self.signed.removal, self.signed.signature
+
+
+class MergeSet:
+    """Contributions on one common base in one swarm. Equal to another set of the same content."""
+
+    def __init__(
+        self, swarm_id: Digest, base_model: Digest, base: Digest, *, max_authors: int = MAX_CONTRIBUTIONS
+    ) -> None:
+        """`base`: `weights_digest` of the weights that all start from: the base model's, or the last
+        merge's."""
+        self._swarm_id = swarm_id
+        self._base_model = base_model
+        self.base = base
+        self._max_authors = max_authors
+        self._added: dict[PeerId, Contribution] = {}
+        self._removed: dict[PeerId, _Removed] = {}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, MergeSet) and self._content() == other._content()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"MergeSet({self.base[:12]}, {len(self.visible())} of {len(self._added)})"
+
+    # --- what is in it ------------------------------------------------------------------------------------
+
+    def visible(self) -> tuple[Contribution, ...]:
+        """What is added and not removed, in canonical order: by tag."""
+        live = (each for each in self._added.values() if not self._is_removed(each))
+        return tuple(sorted(live, key=lambda each: each.tag))
+
+    def digest(self) -> Digest:
+        """Names the visible set: nodes that have the same one merge the same weights."""
+        tags = [bytes.fromhex(each.tag) for each in self.visible()]
+        return hashlib.sha256(framed("merge-set", bytes.fromhex(self.base), *tags)).hexdigest()
+
+    def links(self) -> list[SignedLink]:
+        """All additions, for other nodes; removed ones too, since they keep older ones away."""
+        return [self._added[author].signed for author in sorted(self._added)]
+
+    def removals(self) -> list[SignedRemoval]:
+        """All removals, for other nodes."""
+        return [self._removed[author].signed for author in sorted(self._removed)]
+
+    # --- how it grows -------------------------------------------------------------------------------------
+
+    def add(self, signed: SignedLink) -> bool:
+        """Take a contribution in; whether anything changed. Raises MergeError for one on another base or of
+        another kind, SignatureError or DecodeError as `open_link` does."""
+        if any(each.signed == signed for each in self._added.values()):
+            return False
+        link = open_link(signed, self._swarm_id)
+        author = link.lineage.owner
+        if link.kind is not LinkKind.ANCHOR:
+            raise MergeError(f"{author} contributes a {link.kind.value}, not an anchor", reason="merge_kind")
+        if (link.lineage.base_model, link.base) != (self._base_model, self.base):
+            raise MergeError(
+                f"{author} contributes on {link.base[:12]} of model {link.lineage.base_model[:12]}, not on "
+                f"{self.base[:12]} of {self._base_model[:12]}",
+                reason="merge_base",
+            )
+        return self._take_added(Contribution(_tag(signed), signed, link))
+
+    def remove(self, signed: SignedRemoval) -> bool:
+        """Take a removal in; whether anything changed. Raises MergeError for one on another base,
+        SignatureError or DecodeError as `open_removal` does."""
+        if any(each.signed == signed for each in self._removed.values()):
+            return False
+        removal = open_removal(signed, self._swarm_id)
+        if removal.base != self.base:
+            raise MergeError(
+                f"{removal.author} removes from {removal.base[:12]}, not from {self.base[:12]}",
+                reason="merge_base",
+            )
+        return self._take_removed(_Removed(signed, removal))
+
+    def join(self, other: MergeSet) -> bool:
+        """Take in all that another set of this base holds; whether anything changed. Raises
+        LocalProtocolError for a set of another base."""
+        mine, theirs = ((each._swarm_id, each._base_model, each.base) for each in (self, other))
+        if mine != theirs:
+            raise LocalProtocolError(f"merge sets of different bases, {self.base[:12]} and {other.base[:12]}")
+        added = [self._take_added(each) for each in tuple(other._added.values())]
+        removed = [self._take_removed(each) for each in tuple(other._removed.values())]
+        return any(added) or any(removed)
+
+    def removal(self, identity: Identity, created_at: int) -> SignedRemoval | None:
+        """What takes this node's own contributions away, those that an earlier removal named among them. None
+        when nothing of it is here. `created_at` is later than that of its last removal."""
+        own = self._added.get(identity.peer_id)
+        if own is None or self._is_removed(own):
+            return None
+        before = self._removed.get(identity.peer_id)
+        tags = [own.tag, *(before.removal.tags if before is not None else ())][:MAX_REMOVED_TAGS]
+        removal = MergeRemoval(
+            author=identity.peer_id, base=self.base, tags=tuple(tags), created_at=created_at
+        )
+        return sign_removal(identity, self._swarm_id, removal)
+
+    # --- internals ----------------------------------------------------------------------------------------
+
+    def _take_added(self, new: Contribution) -> bool:
+        known = self._added.get(new.author)
+        if known is not None and known._age >= new._age:
+            return False
+        self._added[new.author] = new
+        return self._bounded(new.author)
+
+    def _take_removed(self, new: _Removed) -> bool:
+        author = new.removal.author
+        known = self._removed.get(author)
+        if known is not None and known._age >= new._age:
+            return False
+        self._removed[author] = new
+        return self._bounded(author)
+
+    def _bounded(self, changed: PeerId) -> bool:
+        """Of too many authors those stay whose hash with the base is least: a choice that does not depend on
+        the order of arrival, and falls on others with every base. Whether `changed` is among them."""
+        authors = self._added.keys() | self._removed.keys()
+        if len(authors) > self._max_authors:
+            last = max(authors, key=lambda author: hashlib.sha256(f"{self.base} {author}".encode()).digest())
+            self._added.pop(last, None)
+            self._removed.pop(last, None)
+            return last != changed
+        return True
+
+    def _is_removed(self, added: Contribution) -> bool:
+        removed = self._removed.get(added.author)
+        return removed is not None and added.tag in removed.removal.tags
+
+    def _content(self) -> tuple[object, ...]:
+        return self._swarm_id, self._base_model, self.base, self._max_authors, self._added, self._removed
+
+
+def sign_removal(identity: Identity, swarm_id: Digest, removal: MergeRemoval) -> SignedRemoval:
+    """Raises LocalProtocolError for a removal of another author, or one that breaks its own bounds."""
+    if removal.author != identity.peer_id:
+        raise LocalProtocolError(f"{identity.peer_id} cannot remove what {removal.author} contributed")
+    payload = encode(removal)
+    return SignedRemoval(removal=payload, signature=identity.sign(_signed(swarm_id, payload)))
+
+
+def open_removal(signed: SignedRemoval, swarm_id: Digest) -> MergeRemoval:
+    """The removal inside. Raises DecodeError for what is none, SignatureError when its author did not sign it
+    for this swarm."""
+    removal = decode(signed.removal, MergeRemoval, max_bytes=MAX_REMOVAL_BYTES)
+    if not verify(removal.author, _signed(swarm_id, signed.removal), signed.signature):
+        raise SignatureError(f"{removal.author} did not sign this removal", reason="merge_signature")
+    return removal
+
+
+def _signed(swarm_id: Digest, payload: bytes) -> bytes:
+    return framed("merge-removal", bytes.fromhex(swarm_id), payload)
+
+
+def _tag(signed: SignedLink) -> Digest:
+    """Without the signature: its author could make several for one link."""
+    return hashlib.sha256(signed.link).hexdigest()

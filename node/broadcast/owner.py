@@ -1,0 +1,149 @@
+"""The owner's side of broadcast: every proven version is published on this node's chain, beside the training.
+
+    EngineBroadcast --offer(version, weights)--> newest waiting one --run--> WeightsPublisher --> followers
+
+Coding and publishing a version may take longer than a step: then the versions in between are left out, and
+the newest is published. The trainer never waits. A version that cannot be published (a full disk) is told,
+and the next one is tried. Not for the local engine (`engine.py`), nor for how blobs travel (`exchange.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
+
+from node.broadcast.base import base_bits, travelling
+from node.broadcast.bf16 import U16, to_tensors
+from node.broadcast.publish import WeightsPublisher
+from node.broadcast.sharing import WeightsSharing
+from node.clock import Clock
+from node.compute import Compute
+from node.events import EventBus, VersionPublished, WeightsSeen
+from node.rollout.adapter import AdapterSpec
+from node.rollout.policy import Policy
+from node.supervise import StageGauge
+from protocol.delta import warm_up
+from protocol.errors import LocalProtocolError, OurFault
+from protocol.identity import Identity
+from protocol.messages import Digest, Lineage
+
+__all__ = ["OwnerBroadcast"]
+
+
+class OwnerBroadcast:
+    """Publishes one lineage, this node's own. `followers()` says how many are connected; `notice(level,
+    text)` tells the operator."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        swarm_id: Digest,
+        lineage: Lineage,
+        policy: Policy,
+        adapter: AdapterSpec | None,
+        sharing: WeightsSharing,
+        *,
+        anchor_every: int,
+        compute: Compute,
+        clock: Clock,
+        bus: EventBus,
+        gauge: StageGauge,
+        notice: Callable[[str, str], None],
+        followers: Callable[[], int],
+    ) -> None:
+        self._identity = identity
+        self._swarm_id = swarm_id
+        self._lineage = lineage
+        self._policy = policy
+        self._adapter = adapter
+        self._sharing = sharing
+        self._anchor_every = anchor_every
+        self._compute = compute
+        self._clock = clock
+        self._bus = bus
+        self._gauge = gauge
+        self._notice = notice
+        self._followers = followers
+        self._base: dict[str, U16] = {}
+        self._publisher: WeightsPublisher | None = None
+        self._waiting: tuple[int, Mapping[str, Tensor]] | None = None
+        self._offered = asyncio.Event()
+        self.published = -1
+        """Newest version that can be fetched."""
+
+    async def open(self) -> tuple[int, dict[str, Tensor] | None] | None:
+        """Load what anchors start from, and the chain that an earlier run left: the version of its head and
+        the weights, if they can be rebuilt. None without a chain. Call it once, before `run`. A chain that
+        must not be gone on with is told, and then nothing is published."""
+        await self._compute.run("broadcast", warm_up)
+        self._base = await self._compute.run("broadcast", base_bits, self._policy, self._adapter)
+        publisher = WeightsPublisher(
+            self._identity,
+            self._swarm_id,
+            self._lineage,
+            self._base,
+            self._sharing.store,
+            self._sharing.chains,
+            self._sharing.exchange,
+            anchor_every=self._anchor_every,
+            compute=self._compute,
+            clock=self._clock,
+            notice=self._notice,
+        )
+        try:
+            restored = await self._compute.run("broadcast", publisher.restore)
+        except OurFault as error:
+            self._notice("error", f"{error}; until then nobody can follow this node")
+            return None
+        self._publisher = publisher
+        chain = self._sharing.chains.of(self._lineage.owner, self._lineage.base_model)
+        if chain is None or chain.head is None:
+            return None
+        self.published = chain.head.policy_version
+        return self.published, to_tensors(restored[1]) if restored is not None else None
+
+    def offer(self, policy_version: int, state: Mapping[str, Tensor]) -> None:
+        """Publish this version soon, unless a newer one is offered first. Nobody may change `state`."""
+        self._waiting = (policy_version, state)
+        self._offered.set()
+
+    async def run(self) -> None:
+        """Publish until cancelled."""
+        while True:
+            await self._offered.wait()
+            self._offered.clear()
+            if self._waiting is None or self._publisher is None:
+                self._waiting = None
+                continue
+            (policy_version, state), self._waiting = self._waiting, None
+            with self._gauge.working():
+                await self._publish(self._publisher, policy_version, state)
+
+    async def _publish(
+        self, publisher: WeightsPublisher, policy_version: int, state: Mapping[str, Tensor]
+    ) -> None:
+        began_s = self._clock.monotonic_s()
+        weights = travelling(state, self._base)
+        try:
+            link = await publisher.publish(policy_version, weights)
+        except (OSError, OurFault, LocalProtocolError) as error:
+            self._notice("warning", f"version {policy_version} was not published: {error}")
+            return
+        self.published = link.policy_version
+        self._bus.emit(
+            VersionPublished(
+                at=self._clock.now_ms(),
+                policy_version=link.policy_version,
+                kind=link.kind.value,
+                digest=link.result,
+                blob_bytes=link.blob.size,
+                full_bytes=2 * sum(array.size for array in {id(a): a for a in self._base.values()}.values()),
+                publish_s=self._clock.monotonic_s() - began_s,
+            )
+        )
+
+    def seen(self) -> WeightsSeen:
+        """The snapshot for the screen."""
+        return self._sharing.seen(self._lineage.owner, self.published, self.published, self._followers())

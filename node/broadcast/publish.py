@@ -1,0 +1,234 @@
+"""An owner's weights become versions of its chain that anybody can fetch.
+
+    state dict --bf16 bits--> delta from the version published before --> store --> link on the chain
+                              every `anchor_every` versions also from the base model (anchor)
+
+The order is what makes a kill harmless: the blob is on the disk, then its link, then it is announced. So a
+version that anybody heard of can be fetched after a restart, and is the one that the chain goes on from; what
+was in work is forgotten. No version is ever signed twice. Not for when to publish (`owner.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from node.broadcast.apply import THREADS, apply_link
+from node.broadcast.bf16 import U16, all_finite, to_bits
+from node.broadcast.chain import Chain
+from node.broadcast.chains import Chains
+from node.broadcast.exchange import Exchange
+from node.broadcast.store import WeightsStore
+from node.clock import Clock
+from node.compute import Compute
+from protocol.delta import encode, weights_digest
+from protocol.errors import LocalProtocolError, OurFault, RemoteProtocolError
+from protocol.identity import Identity
+from protocol.links import decode_link, sign_link
+from protocol.messages import Digest, Lineage, LinkKind, SignedLink, WeightsLink
+
+__all__ = ["WeightsPublisher"]
+
+_ANCHOR_TRIES = 4
+"""An anchor that could not be kept is tried again so many times in the span between two."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Coded:
+    kind: LinkKind
+    policy_version: int
+    base_version: int
+    base: Digest
+    result: Digest
+    data: bytes
+
+
+class WeightsPublisher:
+    """Publishes `lineage`, this node's own: full weights or adapters, whatever has the names and shapes of
+    `base_bits`, which everybody of the lineage has. `notice(level, text)` tells the operator."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        swarm_id: Digest,
+        lineage: Lineage,
+        base_bits: Mapping[str, U16],
+        store: WeightsStore,
+        chains: Chains,
+        exchange: Exchange,
+        *,
+        anchor_every: int,
+        compute: Compute,
+        clock: Clock,
+        notice: Callable[[str, str], None],
+    ) -> None:
+        self._identity = identity
+        self._swarm_id = swarm_id
+        self._lineage = lineage
+        self._base = base_bits
+        self._store = store
+        self._chains = chains
+        self._exchange = exchange
+        self._anchor_every = anchor_every
+        self._compute = compute
+        self._clock = clock
+        self._notice = notice
+        self._base_digest: Digest = ""
+        self._opened: Chain | None = None
+        self._bits: dict[str, U16] | None = None
+        """Weights of the chain's head, when they are known."""
+        self._lock = asyncio.Lock()
+        self._newest = -1
+        """Newest version that was offered."""
+        self._next_try = 0
+        """No anchor before this version."""
+
+    def restore(self) -> tuple[int, dict[str, U16]] | None:
+        """The chain that an earlier run left: its newest version and weights; None when there is none. Also
+        None when they cannot be rebuilt, which is told: then versions above the last one signed go on from
+        an anchor. Blocking. Raises OurFault for a chain that must not be gone on with (`Chains.open`)."""
+        self._base_digest = weights_digest(self._base, threads=THREADS)
+        chain = self._opened = self._chains.open(self._lineage, [self._base_digest])
+        self._keep(chain)
+        head = chain.head
+        if head is None:
+            return None
+        try:
+            self._bits = self._rebuilt(chain, head)
+        except (OSError, OurFault, RemoteProtocolError) as error:
+            self._notice(
+                "warning",
+                f"version {head.policy_version}, the last one published, cannot be rebuilt: {error}; "
+                f"publishing goes on above it",
+            )
+            return None
+        return head.policy_version, self._bits
+
+    async def publish(self, policy_version: int, state: Mapping[str, Tensor]) -> WeightsLink:
+        """Publish these weights; returns the link of this version, or of a newer one that was offered while
+        this one waited for its turn. Nobody may change `state` meanwhile. Raises LocalProtocolError for a
+        version that is not above all earlier ones, for weights that are not finite or do not fit the base,
+        OurFault or OSError when the disk does not take it; the chain is then as it was."""
+        if self._opened is None:
+            await self._compute.run("broadcast", self.restore)
+        chain = self._chain()
+        if chain.head is not None and policy_version <= chain.head.policy_version:
+            raise LocalProtocolError(
+                f"version {policy_version} cannot be published after version {chain.head.policy_version}"
+            )
+        self._newest = max(self._newest, policy_version)
+        while True:
+            async with self._lock:
+                if chain.head is not None and chain.head.policy_version >= policy_version:
+                    return chain.head
+                if self._newest <= policy_version:
+                    try:
+                        return await self._publish(policy_version, state)
+                    except BaseException:
+                        self._newest = -1  # whoever waits tries its own
+                        raise
+            # A newer version waits behind this one; it takes the lock now.
+
+    # --- internals ----------------------------------------------------------------------------------------
+
+    async def _publish(self, policy_version: int, state: Mapping[str, Tensor]) -> WeightsLink:
+        chain = self._chain()
+        bits, coded = await self._compute.run("broadcast", self._coded, policy_version, state)
+        link = await self._add(coded, bits)
+        if link.kind is LinkKind.DELTA and self._anchor_due(policy_version):
+            try:
+                anchor = await self._compute.run(
+                    "broadcast", self._anchor_coded, policy_version, bits, link.result
+                )
+                await self._add(anchor, bits)
+            except (OSError, OurFault) as error:
+                self._next_try = policy_version + max(1, self._anchor_every // _ANCHOR_TRIES)
+                self._notice("warning", f"no anchor of version {policy_version} was made: {error}")
+        self._keep(chain)
+        return link
+
+    def _coded(self, policy_version: int, state: Mapping[str, Tensor]) -> tuple[dict[str, U16], _Coded]:
+        """The weights' bits, and the delta to them from the version before, else from the base. Blocking."""
+        bits = to_bits(state)
+        if not all_finite(bits):
+            raise LocalProtocolError(f"weights of version {policy_version} are not all finite")
+        result = weights_digest(bits, threads=THREADS)
+        head = self._chain().head
+        if head is None or self._bits is None:
+            return bits, self._anchor_coded(policy_version, bits, result)
+        data = encode(self._bits, bits, base_digest=head.result, new_digest=result, threads=THREADS)
+        return bits, _Coded(LinkKind.DELTA, policy_version, head.policy_version, head.result, result, data)
+
+    def _anchor_coded(self, policy_version: int, bits: Mapping[str, U16], result: Digest) -> _Coded:
+        """A version from the base. Blocking."""
+        base = self._base_digest
+        data = encode(self._base, bits, base_digest=base, new_digest=result, threads=THREADS)
+        return _Coded(LinkKind.ANCHOR, policy_version, policy_version, base, result, data)
+
+    async def _add(self, coded: _Coded, bits: dict[str, U16]) -> WeightsLink:
+        """Keep the blob, sign its link and announce it."""
+        stored = await self._compute.run("disk", self._store.add, coded.data)
+        link = WeightsLink(
+            lineage=self._lineage,
+            policy_version=coded.policy_version,
+            kind=coded.kind,
+            base_version=coded.base_version,
+            base=coded.base,
+            result=coded.result,
+            blob=stored.blob,
+            created_at=self._clock.now_ms(),
+        )
+        newest = self._chain().head
+        with stored.used():
+            if newest is None or newest.policy_version < link.policy_version:
+                self._exchange.seed(stored.blob.root)  # everybody will want it at once
+            # Cancelled half-way, the file would hold a version that this object does not know of.
+            await asyncio.shield(self._commit(sign_link(self._identity, self._swarm_id, link), bits))
+            self._keep(self._chain())
+        return link
+
+    async def _commit(self, signed: SignedLink, bits: dict[str, U16]) -> None:
+        chain = self._chain()
+        try:
+            await self._chains.commit(chain, signed, functools.partial(self._compute.run, "disk"))
+        except RemoteProtocolError as error:
+            raise LocalProtocolError(f"this node's own chain does not take its link: {error}") from error
+        self._bits = bits
+
+    def _anchor_due(self, policy_version: int) -> bool:
+        anchor = self._chain().anchor
+        if policy_version < self._next_try or anchor is None:
+            return False
+        stored = self._store.get(anchor.blob.root)
+        if stored is None or not stored.complete:
+            return True
+        late = policy_version - anchor.policy_version >= self._anchor_every
+        large = max(anchor.blob.size, self._store.max_bytes // 4)
+        return late or self._chain().bytes_after_anchor > large
+
+    def _keep(self, chain: Chain) -> None:
+        """Pin what others may need; the rest may leave the disk."""
+        self._store.pin(chain.worth_keeping(self._store.max_bytes // 2, strictly=False))
+
+    def _rebuilt(self, chain: Chain, head: WeightsLink) -> dict[str, U16]:
+        """Weights of the head, from the blobs that are here. Blocking."""
+        roots = {link.blob.root for link in map(decode_link, chain.links())}
+        lost = {root for root in roots if (blob := self._store.get(root)) is None or not blob.complete}
+        path = chain.path(None, cost=lambda link: link.blob.size, avoid=lost)
+        if not path or path[-1].policy_version != head.policy_version:
+            raise OurFault(f"{len(lost)} of {len(roots)} blobs are not in the store")
+        bits: dict[str, U16] = {}
+        for link in path:
+            stored = self._store.get(link.blob.root)
+            if stored is not None:
+                bits = apply_link(link, stored.data(), bits, self._base)
+        return bits
+
+    def _chain(self) -> Chain:
+        if self._opened is None:
+            raise LocalProtocolError("restore() comes before the chain is used")
+        return self._opened

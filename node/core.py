@@ -1,0 +1,348 @@
+"""What every node is, whatever its role: identity, network, rollouts of its own, life, and what it shows.
+
+For: the parts that `node/node.py` (a trainer) and `node/follower.py` share, so that each of them says only
+what its role adds. `NodeCore.run` starts, runs the stages that the role gives, and closes; events about the
+node as a whole (stages, peers, health) are made here. Not for: training, or where weights come from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from node.clock import Clock
+from node.compute import Compute
+from node.config import NodeConfig
+from node.events import EventBus, Health, NodeStarted, NodeStopped, Notice, PeersSeen, StagesSeen
+from node.network import Network
+from node.paths import Home
+from node.rollout.admission import Admission
+from node.rollout.engine.base import Engine
+from node.rollout.environment import Environment
+from node.rollout.policy import Policy
+from node.rollout.prompts import PromptFeed, Universe, WindowLog
+from node.rollout.reuse import ReuseBook
+from node.rollout.scoring import OwnScorer
+from node.rollout.worker import OwnGroup, RolloutWorker
+from node.sandbox.scorer import Scorer
+from node.sandbox.strength import describe
+from node.share.peers import PeerBook
+from node.state import ReplayGuard, SequenceSource
+from node.supervise import LoopLag, StageGauge, run_stages
+from node.transport.base import Transport
+from node.transport.limits import Refusals
+from node.verify.schema import max_body_bytes
+from node.weight.trust import Standing, TrustBook, TrustSettings, save_standings
+from protocol.charter import swarm_id
+from protocol.constants import PROTOCOL_VERSION
+from protocol.identity import Identity
+from protocol.messages import Charter, Lineage, PeerId, PeerRecord, PromptRef, RolloutGroup, Sampling
+from protocol.prompts import window_of
+
+__all__ = ["CoreParts", "NodeCore", "Stages"]
+
+SNAPSHOT_S = 0.5
+HEALTH_S = 1.0
+
+Stages = dict[str, Coroutine[Any, Any, None]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoreParts:
+    """What any node is made of; `node/main.py` makes real ones, the simulation seeded ones."""
+
+    identity: Identity
+    charter: Charter
+    policy: Policy
+    engine: Engine
+    environments: Mapping[str, Environment]
+    sandbox: Scorer
+    transport: Transport | None
+    """Started; the node closes it. None: train alone."""
+    sequence: SequenceSource
+    replay: ReplayGuard
+    windows: WindowLog
+    standings: Sequence[Standing]
+    """What is remembered of peers' conduct."""
+    clock: Clock
+    compute: Compute
+    bus: EventBus
+    rss_bytes: Callable[[], int]
+    """Resident memory of this process; a constant in simulations."""
+
+
+class NodeCore:
+    """Base of the two roles. A role gives `_stages` and what is needed before and after them; `run` returns
+    when `stop` was called and all is closed."""
+
+    def __init__(self, config: NodeConfig, parts: CoreParts) -> None:
+        self.config = config
+        self._core = parts
+        self._charter = parts.charter
+        self._swarm_id = swarm_id(parts.charter)
+        self._peer_id = parts.identity.peer_id
+        self._clock, self._bus, self._compute = parts.clock, parts.bus, parts.compute
+        self._stop = asyncio.Event()
+        self._reason = "steps done"
+        self._refused = Refusals()
+        self._lag = LoopLag()
+        self._home = Home(config.home)
+        self._run_dir = self._home.run(config.run)
+        self._rng = random.Random(config.seed)
+        self._peers = PeerBook(parts.policy.tokenizer_digest)
+        self._trust = TrustBook(
+            TrustSettings(
+                newcomer=config.weight.newcomer_trust, quarantine_windows=config.weight.quarantine_windows
+            ),
+            parts.standings,
+        )
+        self._admission = self._admit()
+        self._made: asyncio.Queue[OwnGroup] = asyncio.Queue(2 * config.train.local_groups)
+        """Own groups, scored."""
+        self._worker: RolloutWorker | None = None
+        self._gauges: dict[str, StageGauge] = {}
+        self._universe = Universe(self._swarm_id, self._charter, parts.environments)
+        self._own_scorer = OwnScorer(parts.environments, parts.sandbox)
+        self._feed = PromptFeed(
+            self._universe, self._charter, self._swarm_id, self._peer_id, self._clock, parts.windows
+        )
+        self._network: Network | None = None
+        if parts.transport is not None:
+            self._network = Network(
+                config,
+                parts.transport,
+                parts.identity,
+                self._charter,
+                self._clock,
+                sequence=parts.sequence,
+                replay=parts.replay,
+                rng=self._rng,
+                record=self._record,
+                refused=self._refuse,
+                notice=self._notice,
+            )
+
+    # --- what a role says ---------------------------------------------------------------------------------
+
+    @property
+    def lineage(self) -> Lineage | None:
+        """Whose policy this node generates with; None while a follower has no owner."""
+        raise NotImplementedError
+
+    def _stages(self) -> Stages:
+        """The role's loops. One that raises ends the node with that error."""
+        raise NotImplementedError
+
+    async def _begin(self) -> None:
+        """Before any stage runs."""
+
+    async def _end(self) -> None:
+        """After the stages have ended in order."""
+
+    def _close(self) -> None:
+        """At the end in any case, when the network is closed."""
+
+    def _steps(self) -> int:
+        """Versions made or reached in this run."""
+        raise NotImplementedError
+
+    def _emit_weights(self) -> None:
+        """Events on how weights travel, about twice a second."""
+
+    # --- life ---------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Start, work, stop. Raises what a stage raised."""
+        began_s = self._clock.monotonic_s()
+        transport = self._core.transport
+        self._bus.emit(self._started())
+        try:
+            await self._begin()
+            stages = {**self._stages(), "snapshots": self._snapshots(), "health": self._health()}
+            stages["lag"] = self._lag.run()
+            if self._network is not None:
+                stages |= self._network.stages()
+            await run_stages(stages, until=self._stop)
+            await self._end()
+        except BaseException as error:
+            self._reason = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            if transport is not None:
+                await transport.close()
+            self._close()
+            wall_s = self._clock.monotonic_s() - began_s
+            self._emit_peers()
+            self._bus.emit(self._health_now())
+            self._bus.emit(
+                NodeStopped(at=self._clock.now_ms(), reason=self._reason, steps=self._steps(), wall_s=wall_s)
+            )
+
+    def stop(self, reason: str) -> None:
+        """End the run; `run` then closes everything and returns."""
+        self._reason = reason
+        self._stop.set()
+
+    # --- rollouts -----------------------------------------------------------------------------------------
+
+    def _admit(self) -> Admission:
+        """A new admission, with nothing outstanding."""
+        rollout = self.config.rollout
+        return Admission(rollout.max_staleness, self.config.train.local_groups, rollout.token_budget)
+
+    def _rollout(
+        self,
+        lineage: Lineage,
+        publish: Callable[[RolloutGroup], Awaitable[None]],
+        *,
+        awake: asyncio.Event | None,
+        waits_for: str,
+    ) -> RolloutWorker:
+        """Generation for `lineage`, by this node. `waits_for` names what gives new room."""
+        config = self.config
+        return RolloutWorker(
+            author=self._peer_id,
+            lineage=lineage,
+            policy=self._core.policy,
+            engine=self._core.engine,
+            scorer=self._own_scorer,
+            feed=self._feed,
+            admission=self._admission,
+            sampling=Sampling(
+                max_new_tokens=self._charter.max_new_tokens,
+                temperature=config.rollout.temperature,
+                top_p=config.rollout.top_p,
+            ),
+            group_size=self._charter.group_size,
+            groups_per_batch=config.train.local_groups,
+            seed=config.seed,
+            compute=self._compute,
+            clock=self._clock,
+            bus=self._bus,
+            gauge=self._gauges["rollout"],
+            out=self._made,
+            publish=publish,
+            max_body_bytes=max_body_bytes(self._charter),
+            max_in_flight=config.rollout.max_in_flight,
+            reuse=ReuseBook(config.rollout.reuse_lenience, top_p=config.rollout.top_p)
+            if config.rollout.reuse_lenience
+            else None,
+            awake=awake,
+            too_old=self._too_old,
+            waits_for=waits_for,
+        )
+
+    def _too_old(self, prompt: PromptRef) -> bool:
+        """Whether peers would refuse a group of this slot for its age."""
+        return int(self._window()) - prompt.window > self._charter.rules.max_age_windows
+
+    # --- what stages call ---------------------------------------------------------------------------------
+
+    def _gauge(self, *gauges: StageGauge) -> None:
+        """Show these, in this order."""
+        self._gauges = {gauge.stage: gauge for gauge in gauges}
+
+    def _window(self) -> float:
+        """Swarm time in windows, with the fraction of the current one."""
+        now_ms = self._clock.now_ms()
+        inside_ms = (now_ms - self._charter.created_at) % self._charter.window_ms
+        return window_of(self._charter, now_ms) + inside_ms / self._charter.window_ms
+
+    def _record(self) -> PeerRecord:
+        transport = self._core.transport
+        return PeerRecord(
+            name=self.config.name,
+            protocol_version=PROTOCOL_VERSION,
+            addresses=transport.addresses()[:16] if transport is not None else (),
+            lineage=self.lineage,
+        )
+
+    def _keep(self, standings: Sequence[Standing]) -> None:
+        """What is remembered of peers' conduct, to disk. Blocking. Raises OSError."""
+        save_standings(self._home.state / "trust.json", self._swarm_id, standings)
+
+    def _refuse(self, peer_id: PeerId, reason: str) -> None:
+        self._refused.add(peer_id, reason)
+        self._peers.rejected(peer_id, reason)
+
+    def _notice(self, level: str, text: str) -> None:
+        self._bus.emit(Notice(at=self._clock.now_ms(), level=level, text=text))
+
+    # --- events -------------------------------------------------------------------------------------------
+
+    def _started(self) -> NodeStarted:
+        parts = self._core
+        return NodeStarted(
+            at=self._clock.now_ms(),
+            name=self.config.name,
+            peer_id=self._peer_id,
+            role=self.config.role,
+            swarm=self._charter.name,
+            swarm_id=self._swarm_id,
+            addresses=parts.transport.addresses() if parts.transport is not None else (),
+            model=str(parts.policy.path),
+            params=parts.policy.params,
+            engine=parts.engine.name,
+            sandbox=describe(parts.sandbox.report),
+            run_dir=str(self._run_dir.root),
+        )
+
+    async def _snapshots(self) -> None:
+        while True:
+            self._bus.emit(
+                StagesSeen(
+                    at=self._clock.now_ms(),
+                    stages=tuple(gauge.status() for gauge in self._gauges.values()),
+                    rollouts_in_flight=self._worker.in_flight if self._worker is not None else 0,
+                    tokens_sampled=self._sampled(),
+                )
+            )
+            self._emit_peers()
+            self._emit_weights()
+            await asyncio.sleep(SNAPSHOT_S)
+
+    def _sampled(self) -> int:
+        return self._worker.sampled if self._worker is not None else 0
+
+    def _unshared(self) -> int:
+        return self._worker.unshared if self._worker is not None else 0
+
+    def _emit_peers(self) -> None:
+        if self._network is not None:
+            window = self._window()
+            table = self._peers.table(
+                self._network.presence.connected,
+                dict(self._network.presence.known),
+                lambda peer_id: self._trust.trust(peer_id, window),
+            )
+            self._bus.emit(PeersSeen(at=self._clock.now_ms(), peers=table))
+
+    async def _health(self) -> None:
+        while True:
+            await asyncio.sleep(HEALTH_S)
+            self._bus.emit(self._health_now())
+
+    def _health_now(self) -> Health:
+        refused = Counter(self._refused.counters())
+        if self._network is not None:
+            refused.update(self._network.refusals())
+        by_reason: Counter[str] = Counter()
+        for (_, reason), count in refused.items():
+            by_reason[reason] += count
+        publisher = self._network.publisher if self._network is not None else None
+        return Health(
+            at=self._clock.now_ms(),
+            loop_lag_p99_s=self._lag.p99_s(),
+            rss_bytes=self._core.rss_bytes(),
+            transport_restarts=self._network.transport.restarts if self._network is not None else 0,
+            sandbox_restarts=self._core.sandbox.restarts,
+            refused=dict(sorted(by_reason.items())),
+            announced=publisher.announced if publisher is not None else 0,
+            bodies_fetched=0,
+            bodies_served=publisher.bodies_served if publisher is not None else 0,
+            unshared=self._unshared(),
+        )

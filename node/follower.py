@@ -1,0 +1,269 @@
+"""A follower, wired: no trainer; it tracks another node's policy and generates for it.
+
+        neighbours' records                                    owner, other followers
+               |                                                        |
+    FOLLOW  choose an owner by need and trust -----> TRACK  links -> blobs -> weights, all or nothing
+            waits: an owner                                 waits: a new version (long poll)
+            owner silent for `owner_timeout_s`: choose again            |
+                                                                        v
+    ROLLOUT  admission -> engine -> score            ENGINE  takes the version, frees admission
+             waits: the first version, the next                         |
+             version, the next window             <---------------------+
+               |
+    SHARE    announce every slot under the owner's lineage, serve mixed groups --> owner, everybody
+
+Admission: at most `(max_staleness + 1) * local_groups` groups for one version, and each new version frees
+them all. A follower does not hear what the owner trains on; but what it made for one version is used up or
+too old once the next ones are there, and a version that does not end needs no more groups than that. So a
+follower whose owner stops soon stops too. Losing the network is never fatal; an engine that fails ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+
+from node.broadcast.base import base_bits
+from node.broadcast.bf16 import U16, to_tensors
+from node.broadcast.chains import MAX_WAIT_S
+from node.broadcast.choose import choose_owner
+from node.broadcast.follow import Tracker
+from node.broadcast.sharing import WeightsSharing
+from node.build import adapter_of
+from node.config import NodeConfig
+from node.core import CoreParts, NodeCore, Stages
+from node.events import VersionReached
+from node.network import Network
+from node.supervise import StageGauge, run_stages
+from node.weight.trust import Hardness
+from protocol.delta import warm_up
+from protocol.errors import ConfigError
+from protocol.messages import Lineage, PeerId, RolloutGroup
+
+__all__ = ["Follower"]
+
+ROUND_S = 1.0
+"""How often neighbours are looked through for an owner, and the owner for signs of life."""
+GIVEN_UP = 64
+"""Owners given up that are remembered."""
+
+
+class Follower(NodeCore):
+    """All stages of one follower. `run` returns when `stop` was called and all is closed. Raises ConfigError
+    without a network."""
+
+    def __init__(self, config: NodeConfig, parts: CoreParts) -> None:
+        self._followed: Lineage | None = None
+        super().__init__(config, parts)
+        if self._network is None:
+            raise ConfigError("role 'follower' has nobody to follow with network.transport 'none'")
+        self._neighbours: Network = self._network
+        self._base: dict[str, U16] = {}
+        self._tracker: Tracker | None = None
+        self._heard_s = 0.0
+        """When the owner was heard last, on the clock's monotonic time."""
+        self._given_up: OrderedDict[PeerId, None] = OrderedDict()
+        self._reached = asyncio.Event()
+        """Set once the engine has a version of the owner's."""
+        self._versions = 0
+        self._gone_sampled = self._gone_unshared = 0
+        """Counters of workers for earlier owners."""
+        self._gauge(
+            StageGauge("rollout", self._clock, "an owner", self._made.maxsize, self._made.qsize),
+            StageGauge("broadcast", self._clock, "a new version"),
+        )
+        self._sharing = WeightsSharing(
+            config.broadcast,
+            self._home,
+            self._network.transport,
+            self._swarm_id,
+            members=lambda: self._neighbours.members_of(self._followed),
+            refused=self._refuse,
+            clock=self._clock,
+            compute=self._compute,
+            rng=self._rng,
+        )
+
+    @property
+    def lineage(self) -> Lineage | None:
+        return self._followed
+
+    @property
+    def policy_version(self) -> int:
+        """Version that this follower generates with, -1 before the first."""
+        return self._core.engine.policy_version if self._reached.is_set() else -1
+
+    def _stages(self) -> Stages:
+        return {"follow": self._follow(), "hear": self._hear(), "made": self._pass_on()}
+
+    async def _begin(self) -> None:
+        policy, adapter = self._core.policy, adapter_of(self.config)
+        await self._compute.run("broadcast", warm_up)
+        self._base = await self._compute.run("broadcast", base_bits, policy, adapter)
+
+    async def _end(self) -> None:
+        try:
+            await self._compute.run("disk", self._keep, self._trust.standings())
+        except OSError as error:
+            self._notice("warning", f"trust was not saved: {error}; make room on the disk")
+
+    def _close(self) -> None:
+        self._sharing.close()
+
+    def _steps(self) -> int:
+        return self._versions
+
+    # --- follow -------------------------------------------------------------------------------------------
+
+    async def _follow(self) -> None:
+        """One owner after the other."""
+        while True:
+            lineage = await self._choose()
+            self._notice("info", f"follows {lineage.owner}")
+            self._followed, self._heard_s = lineage, self._clock.monotonic_s()
+            await self._track(lineage)
+            self._followed = None
+            self._given_up[lineage.owner] = None
+            self._given_up.move_to_end(lineage.owner)
+            while len(self._given_up) > GIVEN_UP:
+                self._given_up.popitem(last=False)
+            self._notice("warning", f"{lineage.owner} {self._why_lost(lineage)}; looking for an owner")
+
+    def _why_lost(self, lineage: Lineage) -> str:
+        """In words. Two signed versions that contradict each other are proof against who signed them."""
+        stopped = self._tracker.stopped if self._tracker is not None else ""
+        if not stopped:
+            return f"was silent for {self.config.follow.owner_timeout_s:g} s"
+        self._trust.record(lineage.owner, Hardness.HARD, self._window())
+        return f"signed versions that contradict each other ({stopped})"
+
+    async def _choose(self) -> Lineage:
+        """The owner to follow, when there is one."""
+        policy, presence = self._core.policy, self._neighbours.presence
+        wanted = self.config.follow.owner
+        with self._gauges["broadcast"].waiting("an owner"):
+            while True:
+                window = self._window()
+                lineage = choose_owner(
+                    {peer: presence.known[peer] for peer in presence.connected if peer in presence.known},
+                    me=self._peer_id,
+                    base_model=policy.base_model,
+                    tokenizer=policy.tokenizer_digest,
+                    wanted=wanted,
+                    trust=lambda peer_id: self._trust.trust(peer_id, window),  # noqa: B023 - used at once
+                    avoided=self._given_up,
+                )
+                if lineage is not None:
+                    return lineage
+                if wanted:
+                    presence.seek(wanted)
+                await asyncio.sleep(ROUND_S)
+
+    async def _track(self, lineage: Lineage) -> None:
+        """Follow one owner until it is silent for too long."""
+        self._tracker = Tracker(
+            lineage,
+            self._sharing.chains,
+            self._sharing.exchange,
+            self._sharing.store,
+            self._base,
+            on_version=self._apply,
+            providers=lambda: self._neighbours.members_of(lineage),
+            failed=self._refuse,
+            compute=self._compute,
+            clock=self._clock,
+            gauge=self._gauges["broadcast"],
+            fetch_timeout_s=self._sharing.fetch_timeout_s,
+            notice=self._notice,
+        )
+        # Groups that a worker for another owner had begun were dropped with it.
+        self._admission = self._admit()
+        self._worker = self._rollout(lineage, self._publish, awake=None, waits_for="the next version")
+        lost = asyncio.Event()
+        try:
+            await run_stages(
+                {
+                    "track": self._tracker.run(),
+                    "rollout": self._generate(),
+                    "watch": self._watch(self._tracker, lost),
+                },
+                until=lost,
+            )
+        finally:
+            self._reached.clear()
+            self._gone_sampled += self._worker.sampled
+            self._gone_unshared += self._worker.unshared
+            self._worker = None
+
+    async def _watch(self, tracker: Tracker, lost: asyncio.Event) -> None:
+        """Set `lost` when the owner contradicted itself, or nothing of it came for too long: on its chain,
+        or by gossip, which counts for as long as an answer about the chain may take."""
+        while True:
+            chain_s = tracker.signs_of_life_s
+            heard_s = self._clock.monotonic_s() - self._heard_s
+            silent_s = min(chain_s, max(heard_s, chain_s - 2 * MAX_WAIT_S))
+            if tracker.stopped or silent_s > self.config.follow.owner_timeout_s:
+                lost.set()
+            await asyncio.sleep(ROUND_S)
+
+    async def _apply(self, policy_version: int, bits: dict[str, U16]) -> None:
+        """The tracker has this version; from now on the engine has it too. Raises EngineError."""
+        began_s = self._clock.monotonic_s()
+        with self._gauges["broadcast"].working():
+            await self._compute.run("apply", self._update, bits, policy_version)
+        self._versions += 1
+        self._admission.used(self._admission.complete)
+        self._reached.set()
+        self._bus.emit(
+            VersionReached(
+                at=self._clock.now_ms(),
+                owner=self._followed.owner if self._followed is not None else "",
+                policy_version=policy_version,
+                digest=self._tracker.digest if self._tracker is not None else "",
+                apply_s=self._clock.monotonic_s() - began_s,
+            )
+        )
+
+    def _update(self, bits: dict[str, U16], policy_version: int) -> None:
+        # An engine may keep what it is given, and the tracker makes the next version in place.
+        weights = {name: tensor.clone() for name, tensor in to_tensors(bits).items()}
+        self._core.engine.update(weights, policy_version)
+
+    # --- generate and share -------------------------------------------------------------------------------
+
+    async def _generate(self) -> None:
+        with self._gauges["rollout"].waiting("the first version"):
+            await self._reached.wait()
+        if self._worker is not None:
+            await self._worker.run()
+
+    async def _publish(self, group: RolloutGroup) -> None:
+        await self._neighbours.publisher.publish(group)
+
+    async def _pass_on(self) -> None:
+        """Own groups are published as they are made; nobody trains on them here."""
+        while True:
+            await self._made.get()
+
+    async def _hear(self) -> None:
+        """Who announces is here: the owner lives, and others become neighbours to get weights from."""
+        async for heard in self._neighbours.gossip.heard():
+            self._neighbours.presence.seek(heard.sender)
+            if self._followed is not None and heard.sender == self._followed.owner:
+                self._heard_s = self._clock.monotonic_s()
+
+    # --- events -------------------------------------------------------------------------------------------
+
+    def _sampled(self) -> int:
+        return self._gone_sampled + super()._sampled()
+
+    def _unshared(self) -> int:
+        return self._gone_unshared + super()._unshared()
+
+    def _emit_weights(self) -> None:
+        owner = self._followed.owner if self._followed is not None else ""
+        head = self.policy_version
+        if self._tracker is not None and owner:
+            head += self._tracker.lag
+        others = [each for each in self._neighbours.members_of(self._followed) if each != owner]
+        self._bus.emit(self._sharing.seen(owner, self.policy_version, head, len(others) + bool(owner)))

@@ -1,0 +1,88 @@
+"""Groups that claim this node's own policy: what its owner refuses, and what it must not refuse."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from node.verify.base import Decision, Sighting, Verdict
+from node.verify.coincidence import COPY_NATS, evidence_nats
+from node.verify.freshness import Freshness
+from node.verify.ledger import Ledger
+from node.verify.lineage import LineageClaim, OwnLineage
+from tests.node.verify.test_copies import SURE, print_of
+from tests.node.verify.world import EPOCH_MS, World, announcement_of, candidate, rollout
+
+replace = msgspec.structs.replace
+VERSION = 7
+
+
+@pytest.fixture
+def own(world: World, alice: str) -> OwnLineage:
+    return OwnLineage(world.lineage(alice), lambda: VERSION)
+
+
+def claim(world: World, owner: str, sender: str, version: int, **changes: str) -> Sighting:
+    group = replace(world.group(sender), lineage=replace(world.lineage(owner), **changes))
+    announcement = announcement_of(replace(group, policy_version=version), b"body")
+    return Sighting(sender, announcement, EPOCH_MS, EPOCH_MS)
+
+
+@pytest.mark.parametrize(
+    ("version", "reason"), [(0, ""), (7, ""), (8, "future_version"), (2**62, "future_version")]
+)
+def test_a_version_that_was_never_made(world, alice, bob, own, version, reason):
+    verdict: Verdict = LineageClaim(own).check(claim(world, alice, bob, version))
+    assert verdict.reason == reason
+    assert verdict.blames_author == (verdict.decision is not Decision.SUSPECT)
+
+
+@pytest.mark.parametrize("field", ["base_model", "tokenizer"])
+def test_our_name_on_another_model(world, alice, bob, own, field):
+    verdict = LineageClaim(own).check(claim(world, alice, bob, 1, **{field: "0" * 64}))
+    assert verdict.reason == "other_model"
+
+
+def test_other_lineages_and_nodes_without_one_are_not_asked(world, alice, bob, own):
+    assert LineageClaim(own).check(claim(world, bob, bob, 99)).reason == ""
+    assert LineageClaim(None).check(claim(world, alice, bob, 99)).reason == ""
+
+
+def test_a_followers_lag_is_measured_against_the_version_the_owner_has(world, alice, bob):
+    """64 versions are allowed. What the follower announced before says nothing."""
+    freshness = Freshness(world.charter, Ledger(8), OwnLineage(world.lineage(alice), lambda: 100))
+    assert freshness.check(claim(world, alice, bob, 36)).reason == ""
+    assert freshness.check(claim(world, alice, bob, 35)).reason == "stale"
+    assert freshness.check(claim(world, bob, bob, 35)).reason == ""
+
+
+async def test_a_followers_group_goes_through_every_check(world, alice, bob, own):
+    verifier = world.verifier(own=own)
+    group = replace(world.group(bob), lineage=own.lineage)
+    judgement = await verifier.judge(candidate(group))
+    assert judgement.accepted
+    checks = [outcome.check for outcome in judgement.checks]
+    assert checks[:3] == ["schema", "lineage", "freshness"]
+    assert {"copies", "prompt", "tokens", "reward"} <= set(checks)
+    ahead = replace(world.group(bob, slot=1, version=8), lineage=own.lineage)
+    assert (await verifier.judge(candidate(ahead))).reason == "future_version"
+    observed = verifier.observe(bob, candidate(ahead).announcement, EPOCH_MS)
+    assert (observed.reason, observed.blames_author) == ("future_version", True)
+
+
+def test_equal_weights_of_one_lineage_are_no_evidence_of_copying(world, alice, bob):
+    """Two followers at one version give equal log-probabilities to equal tokens; of two lineages of one base
+    model that happens at version 0 only."""
+    one = world.group(alice, SURE, version=3, base="same")
+    same = replace(one, author=bob)
+    foreign = replace(same, lineage=replace(one.lineage, owner=bob))
+    assert evidence_nats(print_of(same), print_of(one)) < COPY_NATS
+    assert evidence_nats(print_of(foreign), print_of(one)) >= COPY_NATS
+
+
+def test_long_tokens_drawn_twice_convict_a_follower_too(world, alice, bob):
+    """Eight different texts of 40 tokens at 0.7 nats: far above what two draws have in common."""
+    tokens = [[ord("0") + (7 * number + place) % 10 for place in range(40)] for number in range(8)]
+    rollouts = tuple(rollout(each, [-0.7] * 40, reward=0.0, version=3) for each in tokens)
+    one = replace(world.group(alice), rollouts=rollouts)
+    assert evidence_nats(print_of(replace(one, author=bob)), print_of(one)) >= COPY_NATS
