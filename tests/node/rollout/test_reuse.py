@@ -20,7 +20,7 @@ from node.rollout.policy import Policy
 from node.rollout.reuse import ReuseBook, accepted_length
 from node.verify.coincidence import COPY_NATS, GroupPrint, RolloutPrint, evidence_nats
 from protocol.errors import ConfigError
-from protocol.messages import FinishReason, Rollout
+from protocol.messages import FinishReason, Lineage, Rollout
 
 PROMPT = (2, 7, 3)
 INFINITE = -math.inf
@@ -275,7 +275,14 @@ def test_peers_call_a_group_of_whole_drafts_replayed() -> None:
     def group(slot: int, version: int, logprob: float) -> GroupPrint:
         logprobs_T, versions_T = np.full(6, logprob, np.float32), np.full(6, version, np.uint32)
         rollouts = [RolloutPrint(bytes(a), logprobs_T, versions_T, float(logprobs_T.sum())) for a in answers]
-        return GroupPrint("me", "weights", 0, slot, arrived_at=slot, rollouts=tuple(rollouts))
+        return GroupPrint(
+            "me",
+            Lineage(owner="me", base_model="weights", tokenizer="letters"),
+            0,
+            slot,
+            arrived_at=slot,
+            rollouts=tuple(rollouts),
+        )
 
     evidence = evidence_nats(group(1, again[0].versions[0], again[0].logprobs[0]), group(0, 4, -1.2))
     assert evidence > COPY_NATS
