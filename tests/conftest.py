@@ -8,10 +8,13 @@ import signal
 import string
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
+
+if TYPE_CHECKING:
+    from node.rollout.policy import Policy
 
 # A shell that runs the tests in the background ignores these, and so would all that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -97,6 +100,17 @@ def tiny_policy_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def other_policy_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a policy with another tokenizer and other weights."""
     return write_tiny_policy(tmp_path_factory.mktemp("policies") / "other", CHARACTERS[::-1], seed=1)
+
+
+@pytest.fixture(scope="module")
+def policies(tiny_policy_path: Path, other_policy_path: Path) -> list[Policy]:
+    """Two unlike ones, for whole nodes in one process."""
+    import torch
+
+    from node.rollout.policy import Policy
+
+    torch.set_num_threads(1)
+    return [Policy.open(tiny_policy_path), Policy.open(other_policy_path)]
 
 
 @pytest.fixture

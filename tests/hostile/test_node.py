@@ -51,12 +51,6 @@ SETTLED_S = 7.0
 """By then the victim knows its neighbours and takes what they offer."""
 
 
-@pytest.fixture(scope="module")
-def policies(tiny_policy_path: Path, other_policy_path: Path) -> list[Policy]:
-    torch.set_num_threads(1)
-    return [Policy.open(tiny_policy_path), Policy.open(other_policy_path)]
-
-
 class Mallory:
     """A member of the swarm that sends what it likes."""
 

@@ -39,12 +39,6 @@ from tests.node.toy import COSTS_S, Toy, ToySwarm
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compiled_delta")]
 
 
-@pytest.fixture(scope="module")
-def policies(tiny_policy_path: Path, other_policy_path: Path) -> list[Policy]:
-    torch.set_num_threads(1)
-    return [Policy.open(tiny_policy_path), Policy.open(other_policy_path)]
-
-
 def made(toy: Toy) -> list[GroupJudged]:
     """A follower's own groups."""
     return [event for event in toy.of(GroupJudged) if event.own]

@@ -50,12 +50,6 @@ SLOW_TRAINING = COSTS_S | {"train": 0.8}
 """Fewer steps in the same virtual time, where a test needs the time."""
 
 
-@pytest.fixture(scope="module")
-def policies(tiny_policy_path: Path, other_policy_path: Path) -> list[Policy]:
-    torch.set_num_threads(1)
-    return [Policy.open(tiny_policy_path), Policy.open(other_policy_path)]
-
-
 def sources(toy: Toy) -> Counter[str]:
     """Groups trained on, by source."""
     found = Counter[str]()
