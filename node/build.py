@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import psutil
 
@@ -35,6 +35,7 @@ from protocol.identity import Identity
 from protocol.messages import Charter, Digest, PeerId
 
 if TYPE_CHECKING:
+    from node.core import NodeCore
     from node.rollout.engine.base import Engine, EngineError
     from node.rollout.engine.vllm import VllmEngine
     from node.train.settings import TrainSettings
@@ -50,10 +51,12 @@ __all__ = [
     "load",
     "load_charter",
     "load_follower",
+    "load_role",
     "machine_of",
     "open_decoders",
     "open_engine",
     "open_environments",
+    "open_node",
     "open_policy",
     "open_sandbox",
     "plan_of",
@@ -254,6 +257,27 @@ def load_follower(
     environments = open_environments(charter)
     engine = open_engine(config, policy, notice, dtype=plan.dtype, draws=peer_id)
     return config, LoadedFollower(policy=policy, environments=environments, engine=engine)
+
+
+def load_role(
+    config: NodeConfig, charter: Charter, notice: Callable[[str, str], None], peer_id: PeerId = ""
+) -> tuple[NodeConfig, Loaded | LoadedFollower]:
+    """What a node of the configured role needs: `load_follower` or `load`."""
+    if config.role == "follower":
+        return load_follower(config, charter, notice, peer_id)
+    return load(config, charter, notice, peer_id)
+
+
+def open_node(config: NodeConfig, loaded: Loaded | LoadedFollower, rest: Mapping[str, Any]) -> NodeCore:
+    """The node of what was loaded. `rest`: the other fields of `CoreParts`, by name."""
+    if isinstance(loaded, LoadedFollower):
+        from node.core import CoreParts
+        from node.follower import Follower
+
+        return Follower(config, CoreParts(**vars(loaded), **rest))
+    from node.node import Node, NodeParts
+
+    return Node(config, NodeParts(**vars(loaded), **rest))
 
 
 def plan_of(config: NodeConfig, charter: Charter, policy: Policy) -> MemoryPlan:

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from node.broadcast.sharing import WeightsSharing
 from node.clock import Clock
 from node.compute import Compute
 from node.config import NodeConfig
@@ -239,6 +240,22 @@ class NodeCore:
     def _too_old(self, prompt: PromptRef) -> bool:
         """Whether peers would refuse a group of this slot for its age."""
         return int(self._window()) - prompt.window > self._charter.rules.max_age_windows
+
+    # --- weights ------------------------------------------------------------------------------------------
+
+    def _share_weights(self, network: Network) -> WeightsSharing:
+        """This node's part in how the weights of `lineage` travel."""
+        return WeightsSharing(
+            self.config.broadcast,
+            self._home,
+            network.transport,
+            self._swarm_id,
+            members=lambda: network.members_of(self.lineage),
+            refused=self._refuse,
+            clock=self._clock,
+            compute=self._compute,
+            rng=self._rng,
+        )
 
     # --- what stages call ---------------------------------------------------------------------------------
 

@@ -28,7 +28,6 @@ from node.broadcast.bf16 import U16, to_tensors
 from node.broadcast.chains import MAX_WAIT_S
 from node.broadcast.choose import choose_owner
 from node.broadcast.follow import Tracker
-from node.broadcast.sharing import WeightsSharing
 from node.build import adapter_of
 from node.config import NodeConfig
 from node.core import CoreParts, NodeCore, Stages
@@ -72,17 +71,7 @@ class Follower(NodeCore):
             StageGauge("rollout", self._clock, "an owner", self._made.maxsize, self._made.qsize),
             StageGauge("broadcast", self._clock, "a new version"),
         )
-        self._sharing = WeightsSharing(
-            config.broadcast,
-            self._home,
-            self._network.transport,
-            self._swarm_id,
-            members=lambda: self._neighbours.members_of(self._followed),
-            refused=self._refuse,
-            clock=self._clock,
-            compute=self._compute,
-            rng=self._rng,
-        )
+        self._sharing = self._share_weights(self._network)
 
     @property
     def lineage(self) -> Lineage | None:
@@ -173,7 +162,7 @@ class Follower(NodeCore):
             compute=self._compute,
             clock=self._clock,
             gauge=self._gauges["broadcast"],
-            fetch_timeout_s=self._sharing.fetch_timeout_s,
+            fetch_timeout_s=self.config.broadcast.fetch_timeout_s,
             notice=self._notice,
         )
         # Groups that a worker for another owner had begun were dropped with it.

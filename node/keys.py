@@ -15,6 +15,7 @@ import stat
 from pathlib import Path
 from shlex import quote
 
+from node.state import sync
 from protocol.errors import KeyFileError
 from protocol.identity import Identity
 
@@ -90,7 +91,7 @@ def _create(path: Path, identity: Identity) -> Identity:
             os.link(temporary, path)  # unlike rename, this never replaces an existing file
         finally:
             temporary.unlink(missing_ok=True)
-        _sync_folder(path.parent)
+        sync(path.parent)
     except FileExistsError:
         raise
     except OSError as error:
@@ -111,11 +112,3 @@ def _check_file(path: Path, status: os.stat_result) -> None:
             f"{path} holds the private key and is open to others (mode {stat.S_IMODE(status.st_mode):04o}): "
             f"`chmod 600 {quote(str(path))}`, or make a new identity if somebody may have read it"
         )
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -22,16 +22,16 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import psutil
 
 from node.build import (
     Loaded,
     LoadedFollower,
-    load,
     load_charter,
-    load_follower,
+    load_role,
+    open_node,
     open_sandbox,
     require_strength,
 )
@@ -56,9 +56,6 @@ from protocol.messages import Charter
 from protocol.records import record_validator
 from protocol.replay import ReplayCache
 
-if TYPE_CHECKING:
-    from node.core import NodeCore
-
 __all__ = ["fetch_charter_from", "measure_skew_s", "open_alone", "run_node"]
 
 SWITCH_INTERVAL_S = 0.001
@@ -80,11 +77,7 @@ def run_node(config: NodeConfig, show: Callable[[Event], None]) -> bool:
         sandbox = stack.enter_context(contextlib.closing(open_sandbox(config, charter)))
         report = starter.submit(sandbox.start)  # a process of its own, which starts while this one imports
         notices = _EngineNotices(show)
-        loaded: Loaded | LoadedFollower
-        if config.role == "follower":
-            config, loaded = load_follower(config, charter, notices, identity.peer_id)
-        else:
-            config, loaded = load(config, charter, notices, identity.peer_id)
+        config, loaded = load_role(config, charter, notices, identity.peer_id)
         stack.callback(loaded.engine.close)
         report.result()
         require_strength(sandbox, loaded.environments)
@@ -164,16 +157,7 @@ async def _run(
             "bus": bus,
             "rss_bytes": lambda: psutil.Process().memory_info().rss,
         }
-        node: NodeCore
-        if isinstance(loaded, LoadedFollower):
-            from node.core import CoreParts
-            from node.follower import Follower
-
-            node = Follower(config, CoreParts(**vars(loaded), **rest))
-        else:
-            from node.node import Node, NodeParts
-
-            node = Node(config, NodeParts(**vars(loaded), **rest))
+        node = open_node(config, loaded, rest)
 
         def stop(reason: str) -> None:
             bus.emit(_warning(clock, "stopping after the work in flight; again to stop at once"))

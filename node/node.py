@@ -181,19 +181,6 @@ class Node(NodeCore):
             failed=self._refuse,
         )
 
-    def _share_weights(self, network: Network) -> WeightsSharing:
-        return WeightsSharing(
-            self.config.broadcast,
-            self._home,
-            network.transport,
-            self._swarm_id,
-            members=lambda: network.members_of(self._lineage),
-            refused=self._refuse,
-            clock=self._clock,
-            compute=self._compute,
-            rng=self._rng,
-        )
-
     def _own(self, network: Network, sharing: WeightsSharing) -> OwnerBroadcast:
         parts = self._parts
         return OwnerBroadcast(

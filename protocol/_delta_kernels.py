@@ -25,6 +25,7 @@ __all__ = [
     "count_buckets",
     "count_classes",
     "find_changed",
+    "kernel",
     "read_extra",
     "sort_by_bucket",
     "to_symbols",
@@ -46,20 +47,21 @@ I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
 
 
-def _kernel(function: F) -> F:
+def kernel(function: F) -> F:
+    """Compiled, without the interpreter's lock, and kept on the disk where that can be."""
     try:
         return cast("F", njit(cache=True, nogil=True)(function))
     except RuntimeError:  # neither the package's folder nor the user's can be written: compile every time
         return cast("F", njit(nogil=True)(function))
 
 
-@_kernel
+@kernel
 def _ordered(bits: Int) -> Int:
     """bf16 bits as an integer that grows with the value; one to one, -0.0 just below 0.0."""
     return 0x8000 + bits if bits < 0x8000 else 0xFFFF - bits
 
 
-@_kernel
+@kernel
 def _class(value: Int) -> Int:
     """Four classes per octave: 0 to 7 alone, then 8-9, 10-11 ... ; class c >= 4 leaves c // 4 - 1 low bits
     open."""
@@ -71,14 +73,14 @@ def _class(value: Int) -> Int:
     return 4 * (top - 1) + ((value >> (top - 2)) & 3)
 
 
-@_kernel
+@kernel
 def _step(old: Int, new: Int) -> Int:
     sign = old & 0x8000
     distance = _ordered(new ^ sign) - _ordered(old ^ sign)
     return 2 * distance if distance >= 0 else -2 * distance - 1
 
 
-@_kernel
+@kernel
 def find_changed(old: U16, new: U16, changed: I64) -> None:
     """Adds to `changed[e]` how many values of bucket e differ."""
     for i in range(old.size):
@@ -86,7 +88,7 @@ def find_changed(old: U16, new: U16, changed: I64) -> None:
             changed[(old[i] >> 7) & 0xFF] += 1
 
 
-@_kernel
+@kernel
 def count_classes(old: U16, new: U16, classes: I64) -> None:
     """Adds to `classes[k]` how many changed values have a step of class k."""
     for i in range(old.size):
@@ -94,7 +96,7 @@ def count_classes(old: U16, new: U16, classes: I64) -> None:
             classes[_class(_step(np.int64(old[i]), np.int64(new[i])))] += 1
 
 
-@_kernel
+@kernel
 def count_buckets(old: U16, sizes: I64) -> None:
     """Adds the number of values in each bucket. Four tables in turn, for the same bucket often follows itself
     and would wait for its own count: 0.4 ns a value, 2.2 with one table."""
@@ -111,7 +113,7 @@ def count_buckets(old: U16, sizes: I64) -> None:
         sizes[e] += table[0, e] + table[1, e] + table[2, e] + table[3, e]
 
 
-@_kernel
+@kernel
 def collect_changes(old: U16, new: U16, since: I64, buckets: U8, gaps: U32, steps: U32, at: int) -> int:
     """Writes bucket, gap and step of each changed value from `at` on; returns the new end. A gap is how many
     unchanged values of the bucket came before; `since` counts them on from the tensor before."""
@@ -128,7 +130,7 @@ def collect_changes(old: U16, new: U16, since: I64, buckets: U8, gaps: U32, step
     return at
 
 
-@_kernel
+@kernel
 def sort_by_bucket(
     buckets: U8, gaps: U32, steps: U32, starts: I64, sorted_gaps: U32, sorted_steps: U32
 ) -> None:
@@ -141,7 +143,7 @@ def sort_by_bucket(
         write[buckets[i]] += 1
 
 
-@_kernel
+@kernel
 def to_symbols(values: U32, exact: I32, by_class: I32, symbols: I32) -> None:
     """Symbol of each value: its own when `exact` has one, else that of its class."""
     for i in range(values.size):
@@ -150,7 +152,7 @@ def to_symbols(values: U32, exact: I32, by_class: I32, symbols: I32) -> None:
         symbols[i] = symbol if symbol >= 0 else by_class[_class(value)]
 
 
-@_kernel
+@kernel
 def write_extra(values: U32, symbols: I32, extra: U8, out: U8, at: int) -> int:
     """Appends the open low bits of each value at bit `at` of zeroed bytes; returns the new end."""
     for i in range(values.size):
@@ -161,7 +163,7 @@ def write_extra(values: U32, symbols: I32, extra: U8, out: U8, at: int) -> int:
     return at
 
 
-@_kernel
+@kernel
 def read_extra(symbols: I32, lowest: U32, extra: U8, data: U8, at: int, values: U32) -> int:
     """Inverse of `write_extra`; the caller has checked that the bits are there."""
     for i in range(symbols.size):
@@ -173,7 +175,7 @@ def read_extra(symbols: I32, lowest: U32, extra: U8, data: U8, at: int, values: 
     return at
 
 
-@_kernel
+@kernel
 def apply_changes(
     weights: U16,
     left: I64,

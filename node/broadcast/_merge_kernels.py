@@ -9,12 +9,11 @@ deciding what is merged: `merge.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import TypeVar, cast
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from protocol._delta_kernels import U16, kernel
 
 __all__ = [
     "F64",
@@ -27,8 +26,6 @@ __all__ = [
     "trimmed_mean",
 ]
 
-F = TypeVar("F", bound=Callable[..., object])
-U16 = NDArray[np.uint16]
 F64 = NDArray[np.float64]
 
 
@@ -46,14 +43,7 @@ VALUES = _values()
 """The double that equals each bf16 pattern."""
 
 
-def _kernel(function: F) -> F:
-    try:
-        return cast("F", njit(cache=True, nogil=True)(function))
-    except RuntimeError:  # neither the package's folder nor the user's can be written: compile every time
-        return cast("F", njit(nogil=True)(function))
-
-
-@_kernel
+@kernel
 def add_squares(total: float, base: U16, bits: U16, scale: float, centre: F64, values: F64) -> float:
     """`total` plus the squares of scale (bits - base) - centre, one after the other."""
     for i in range(base.size):
@@ -62,21 +52,21 @@ def add_squares(total: float, base: U16, bits: U16, scale: float, centre: F64, v
     return total
 
 
-@_kernel
+@kernel
 def accumulate(out: F64, base: U16, bits: U16, coefficient: float, values: F64) -> None:
     """Adds coefficient (bits - base)."""
     for i in range(base.size):
         out[i] += coefficient * (values[bits[i]] - values[base[i]])
 
 
-@_kernel
+@kernel
 def difference(out: F64, base: U16, bits: U16, scale: float, values: F64) -> None:
     """Writes scale (bits - base)."""
     for i in range(base.size):
         out[i] = scale * (values[bits[i]] - values[base[i]])
 
 
-@_kernel
+@kernel
 def trimmed_mean(rows: F64, cut: int, out: F64) -> None:
     """Of each column the mean without its `cut` least and `cut` greatest values. Sorts the columns."""
     count = rows.shape[0]
@@ -95,7 +85,7 @@ def trimmed_mean(rows: F64, cut: int, out: F64) -> None:
         out[i] = total / (count - 2 * cut)
 
 
-@_kernel
+@kernel
 def rounded(base: U16, change: F64, values: F64, out: U16) -> None:
     """base + change as bf16: to nearest, ties to even, and at most the greatest finite value. Where nothing
     changes the bits stay, so that -0.0 does."""

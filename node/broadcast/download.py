@@ -221,8 +221,6 @@ class Download:
         self.sessions: dict[PeerId, DownloadSession] = {}
         self.downloaded: Counter[PeerId] = Counter()
         """Bytes of verified chunks, by peer."""
-        self.wasted_bytes = 0
-        """Bytes of chunks that were here already."""
         self.flow = Flow(clock.monotonic_s())
         self._plan: Plan | None = None
         self._transport = transport
@@ -406,7 +404,6 @@ class Download:
         if stored is None:
             return
         if not stored.write(index, data):
-            self.wasted_bytes += len(data)
             plan.release(session.peer_id, index)
         else:
             now_s = self._clock.monotonic_s()

@@ -43,7 +43,6 @@ class WeightsSharing:
         rng: random.Random,
     ) -> None:
         self._clock = clock
-        self.fetch_timeout_s = config.fetch_timeout_s
         self.store = WeightsStore(home.weights, int(config.keep_gib * GIB))
         self.exchange = Exchange(
             transport,

@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from node.state import sync
 from protocol.chunks import HASH_BYTES as _HASH_BYTES
 from protocol.chunks import (
     bitmap_of,
@@ -117,11 +118,11 @@ class StoredBlob:
         if self._missing:
             raise LocalProtocolError(f"blob {self.blob.root[:12]} lacks {self.missing} chunks")
         os.fsync(self._open_file())
-        _sync(self._path.with_suffix(".hashes"))
+        sync(self._path.with_suffix(".hashes"))
         final = self._path.with_suffix(".blob")
         self._path.rename(final)
         self._path = final
-        _sync(final.parent)
+        sync(final.parent)
         self._sealed = True
 
     def data(self) -> memoryview:
@@ -324,12 +325,3 @@ def _read_description(path: Path) -> StoredBlob | None:
 def _description(blob: ChunkedBlob, hashes: bytes) -> bytes:
     head = encode(blob)
     return len(head).to_bytes(2, "little") + head + hashes
-
-
-def _sync(path: Path) -> None:
-    """Make a file's bytes, or a folder's names, durable."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

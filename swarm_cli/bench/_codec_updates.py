@@ -16,9 +16,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
+from node.broadcast.bf16 import U16, to_bits
 from node.rollout.engine.base import GenerationRequest
 from node.rollout.engine.transformers import TransformersEngine
 from node.rollout.policy import Policy
@@ -27,8 +27,6 @@ from protocol.messages import Sampling
 from swarm_cli.bench.measure import Say
 
 __all__ = ["Update", "UpdateKind", "make_update"]
-
-U16 = NDArray[np.uint16]
 
 STEPS = 12
 """Adam's steps until the one that is measured, that one included."""
@@ -91,7 +89,7 @@ def _train(policy: Policy, kind: UpdateKind, say: Say) -> Update:
         eps=settings.adam_epsilon,
         weight_decay=settings.weight_decay,
     )
-    bits = _bits(parameters)
+    bits = to_bits(parameters)
     for step in range(kind.steps):
         first = step * PROMPTS_PER_STEP % len(rollouts)
         for group in rollouts[first : first + PROMPTS_PER_STEP]:
@@ -99,7 +97,7 @@ def _train(policy: Policy, kind: UpdateKind, say: Say) -> Update:
         torch.nn.utils.clip_grad_norm_(parameters.values(), settings.max_grad_norm)
         optimiser.step()
         optimiser.zero_grad(set_to_none=True)
-        before, bits = bits, _bits(parameters)
+        before, bits = bits, to_bits(parameters)
         changed = sum(int(np.count_nonzero(bits[name] != before[name])) for name in bits)
         density = changed / sum(array.size for array in bits.values())
         say(f"{kind.name}: step {step + 1} of {kind.steps} changed {density:.3%}")
@@ -142,10 +140,3 @@ def _spread(model: torch.nn.Module) -> None:
         bits = parameter.view(torch.int32)
         lower = torch.randint(-0x7FFF, 0x8000, bits.shape, dtype=torch.int32)
         bits += torch.where(bits & 0x7FFFFFFF == 0, lower.abs(), lower)  # below zero would be another sign
-
-
-def _bits(parameters: dict[str, torch.nn.Parameter]) -> dict[str, U16]:
-    return {
-        name: parameter.detach().to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16).copy()
-        for name, parameter in parameters.items()
-    }

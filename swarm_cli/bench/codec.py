@@ -26,12 +26,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
+from node.broadcast.bf16 import U16, to_tensors
 from node.rollout.engine.transformers import TransformersEngine
 from node.rollout.policy import Policy
 from protocol import delta
-from swarm_cli.bench._codec_updates import STEPS, U16, Update, UpdateKind, make_update
+from swarm_cli.bench._codec_updates import STEPS, Update, UpdateKind, make_update
 from swarm_cli.bench._codec_yardsticks import bound_bytes, need_zstandard, pulse_like_bytes
 from swarm_cli.bench.measure import Say, envelope, rounded
 
@@ -106,7 +106,7 @@ def _measure(update: Update, engine: TransformersEngine, rounds: int) -> dict[st
 
     apply_s = _best(apply, time.perf_counter, rounds, lambda: _copy(base, mine))
     lossless &= all(np.array_equal(mine[name], new[name]) for name in new)
-    tensors = {name: torch.from_numpy(array).view(torch.bfloat16) for name, array in mine.items()}
+    tensors = to_tensors(mine)
     full = sum(array.nbytes for array in base.values())
     pairs = [(base[name], new[name]) for name in base]
     bound, pulse = bound_bytes(pairs), pulse_like_bytes(pairs)

@@ -14,21 +14,18 @@ from collections.abc import Callable
 import torch
 
 from node.build import (
-    Loaded,
-    LoadedFollower,
-    load,
     load_charter,
-    load_follower,
+    load_role,
     open_environments,
+    open_node,
     open_sandbox,
     require_strength,
 )
 from node.clock import VirtualClock, run_virtual
 from node.compute import InlineCompute
-from node.core import CoreParts, NodeCore
+from node.core import NodeCore
 from node.events import Event, EventBus, Notice
-from node.follower import Follower
-from node.node import Node, NodeParts
+from node.node import Node
 from node.sandbox.scorer import Scorer
 from node.state import MemorySequence, MemoryWindows
 from node.supervise import sole_cause
@@ -115,11 +112,7 @@ async def _build(
             return
         bus.emit(Notice(at=clock.now_ms(), level=level, text=text))
 
-    loaded: Loaded | LoadedFollower
-    if planned.config.role == "follower":
-        config, loaded = load_follower(planned.config, charter, notice)
-    else:
-        config, loaded = load(planned.config, charter, notice)
+    config, loaded = load_role(planned.config, charter, notice)
     stack.callback(loaded.engine.close)
     transport = None
     if config.network.transport != "none":
@@ -141,6 +134,4 @@ async def _build(
         "bus": bus,
         "rss_bytes": lambda: 0,
     }
-    if isinstance(loaded, LoadedFollower):
-        return Follower(config, CoreParts(**vars(loaded), **rest))
-    return Node(config, NodeParts(**vars(loaded), **rest))
+    return open_node(config, loaded, rest)
