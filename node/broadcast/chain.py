@@ -129,11 +129,11 @@ class Chain:
         avoid: Collection[Digest] = (),
     ) -> list[WeightsLink]:
         """The links that lead from `version` (None: from none) to the newest version that can be reached,
-        those of the least `cost` in all; empty when that is `version` itself or older. Blobs with a root in
-        `avoid` are not used."""
+        those of the least `cost` in all, the fewest where several cost that; empty when that is `version`
+        itself or older. Blobs with a root in `avoid` are not used."""
         versions = list(self._versions.items())
         best: list[WeightsLink] = []
-        best_key = (-1 if version is None else version, 0.0)
+        best_key = (-1 if version is None else version, 0.0, 0)
         for index, (number, each) in enumerate(versions):
             if number == version:
                 links = []
@@ -147,7 +147,7 @@ class Chain:
                 links.append(following.delta.link)
             if links:
                 reached = links[-1].policy_version
-                key = (reached, -sum(map(cost, links)))
+                key = (reached, -sum(map(cost, links)), -len(links))
                 if reached > best_key[0] or (best and key > best_key):
                     best, best_key = links, key
         return best
@@ -182,8 +182,13 @@ class Chain:
 
     def add(self, signed: SignedLink) -> WeightsLink | None:
         """Take a link in; None when it is known, or too old to matter. Raises ChainError, SignatureError or
-        DecodeError (`open_link`), and then nothing has changed."""
-        entry = self._checked(signed)
+        DecodeError (`open_link`), and then nothing but `evidence` has changed."""
+        try:
+            entry = self._checked(signed)
+        except ChainError as error:
+            if error.reason == "chain_fork":
+                self.evidence = error.evidence
+            raise
         if entry is None:
             return None
         link = entry.link
@@ -300,12 +305,11 @@ class Chain:
             )
 
     def _fork(self, entry: _Entry, other: _Entry) -> ChainError:
-        self.evidence = (other.signed, entry.signed)
         return ChainError(
             f"{self.lineage.owner} signed versions {other.link.policy_version} and "
             f"{entry.link.policy_version} that cannot follow each other",
             reason="chain_fork",
-            evidence=self.evidence,
+            evidence=(other.signed, entry.signed),
         )
 
     # --- internals ----------------------------------------------------------------------------------------

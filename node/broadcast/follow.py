@@ -100,6 +100,8 @@ class Tracker:
         """Version of `_bits`."""
         self._bad: OrderedDict[Digest, None] = OrderedDict()
         """Roots of blobs that do not do what their links say."""
+        self._made: Digest = ""
+        """Root of the anchor that was made last, or tried."""
         self._late: dict[Digest, float] = {}
         """Roots of blobs that did not come, and until when they are not waited for."""
         self._rests: OrderedDict[PeerId, tuple[float, float]] = OrderedDict()
@@ -226,10 +228,10 @@ class Tracker:
     async def _advance(self) -> None:
         rest_s = ROUND_S
         while True:
+            await self._keep_anchor()  # that of a version may be heard of together with the next version
             changes = self._chains.changes
             path = self._path()
             if not path:
-                await self._keep_anchor()
                 await self._chains.changed(changes)
                 continue
             try:
@@ -335,8 +337,11 @@ class Tracker:
     async def _keep_anchor(self) -> None:
         """Where the newest anchor is of the version that is here: make its blob, to serve newcomers."""
         anchor = self._chain().anchor
-        if anchor is None or self._bits is None or anchor.policy_version != self._held or self._here(anchor):
+        if anchor is None or self._bits is None or anchor.policy_version != self._held:
             return
+        if self._here(anchor) or anchor.blob.root == self._made:
+            return
+        self._made = anchor.blob.root
         data = await self._compute.run(
             "broadcast",
             encode,

@@ -84,6 +84,7 @@ class WeightsPublisher:
         self._lock = asyncio.Lock()
         self._newest = -1
         """Newest version that was offered."""
+        self._committing: asyncio.Task[None] | None = None
         self._next_try = 0
         """No anchor before this version."""
 
@@ -137,6 +138,8 @@ class WeightsPublisher:
 
     async def _publish(self, policy_version: int, state: Mapping[str, Tensor]) -> WeightsLink:
         chain = self._chain()
+        if self._committing is not None:  # of a publication that was cancelled
+            await asyncio.wait([self._committing])
         bits, coded = await self._compute.run("broadcast", self._coded, policy_version, state)
         link = await self._add(coded, bits)
         if link.kind is LinkKind.DELTA and self._anchor_due(policy_version):
@@ -186,8 +189,10 @@ class WeightsPublisher:
         with stored.used():
             if newest is None or newest.policy_version < link.policy_version:
                 self._exchange.seed(stored.blob.root)  # everybody will want it at once
-            # Cancelled half-way, the file would hold a version that this object does not know of.
-            await asyncio.shield(self._commit(sign_link(self._identity, self._swarm_id, link), bits))
+            # Ended half-way, the file would hold a version that this object does not know of.
+            signed = sign_link(self._identity, self._swarm_id, link)
+            self._committing = asyncio.create_task(self._commit(signed, bits))
+            await asyncio.shield(self._committing)
             self._keep(self._chain())
         return link
 

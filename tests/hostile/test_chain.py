@@ -424,6 +424,7 @@ def test_requests_that_are_wrong_are_counted(tmp_path):
     run_virtual(main())
 
 
+@pytest.mark.slow
 def test_a_flood_of_requests_leaves_room_for_others(tmp_path):
     async def main() -> None:
         async with Swarm(tmp_path) as swarm:

@@ -240,6 +240,8 @@ def test_the_cheapest_way():
     assert names(chain.path(None, cost=size)) == ["a5", "d6", "d9"]
     assert names(chain.path(2, cost=size)) == ["d5", "d6", "d9"]
     assert chain.path(9, cost=size) == chain.path(10, cost=size) == []
+    # what is here costs nothing, and is not applied again for that
+    assert names(chain.path(6, cost=lambda link: 0)) == ["d9"]
     # 500 bytes of delta to version 5, an anchor of 100
     dear = chain_of(anchor(0), delta(0, 1), delta(1, 5, size=500), anchor(5, size=100), delta(5, 6))
     assert names(dear.path(1, cost=size)) == ["a5", "d6"]

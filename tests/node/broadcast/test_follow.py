@@ -16,7 +16,7 @@ from node.compute import InlineCompute
 from node.transport.memory import MemoryNetwork
 from protocol.delta import weights_digest
 from protocol.links import open_link, sign_link
-from protocol.messages import WeightsLink
+from protocol.messages import LinkKind, WeightsLink
 from tests.node.broadcast.lineage import BASE_MODEL, SWARM, Member, Weights
 from tests.node.broadcast.simulation import HOME, inline
 
@@ -74,6 +74,7 @@ async def publish(publisher: WeightsPublisher, weights: Weights, versions: range
     return {version: (await publisher.publish(version, weights.step())).result for version in versions}
 
 
+@pytest.mark.slow
 def test_followers_are_at_the_owners_version(tmp_path):
     async def main() -> None:
         async with running(Swarm(tmp_path, 3)) as (owner, first, second):
@@ -82,8 +83,11 @@ def test_followers_are_at_the_owners_version(tmp_path):
             digests = {}
             for follower in (first, second):
                 follower.follow(weights.base)
+            sizes = []
             for version in range(11):
-                digests |= await publish(publisher, weights, range(version, version + 1))
+                link = await publisher.publish(version, weights.step())
+                digests[version] = link.result
+                sizes.append(link.blob.size)
                 await asyncio.sleep(1.0)
             for follower in (first, second):
                 await follower.until(10)
@@ -98,14 +102,12 @@ def test_followers_are_at_the_owners_version(tmp_path):
                 anchor = follower.chains.of(owner.peer_id, BASE_MODEL).anchor
                 assert anchor.policy_version == 8
                 assert follower.store.get(anchor.blob.root).complete
-                assert sum(follower.exchange.downloaded.values()) < 2 * sum(
-                    open_link(signed, SWARM).blob.size
-                    for signed in follower.chains.of(owner.peer_id, BASE_MODEL).links()
-                )
+                assert sum(follower.exchange.downloaded.values()) == sum(sizes)
 
     run_virtual(main())
 
 
+@pytest.mark.slow
 def test_who_lags_behind_takes_several_versions_at_once(tmp_path):
     async def main() -> None:
         async with running(Swarm(tmp_path, 2)) as (owner, follower):
@@ -122,6 +124,66 @@ def test_who_lags_behind_takes_several_versions_at_once(tmp_path):
             assert reached == sorted(set(reached))
             assert len(reached) < 20
             assert dict(follower.reached).items() <= digests.items()
+
+    run_virtual(main())
+
+
+@pytest.mark.slow
+def test_blobs_are_fetched_while_earlier_ones_are_applied(tmp_path, monkeypatch):
+    """Each takes about as long on the way as in work."""
+    weights = Weights({"w": (300, 300)}, share=1.0)
+    took_s = {}
+
+    async def main(folder: Path, ahead: int) -> None:
+        monkeypatch.setattr("node.broadcast.follow.AHEAD", ahead)
+        async with running(Swarm(folder, 2, mbit=1.0)) as (owner, follower):
+            await publish(owner.publisher(weights.base, anchor_every=100), weights, range(11))
+            follower.compute = InlineCompute({"apply": links_of(owner)[1].blob.size * 8 / 1e6})
+            began_s = asyncio.get_running_loop().time()
+            follower.follow(weights.base)
+            await follower.until(10)
+            took_s[ahead] = asyncio.get_running_loop().time() - began_s
+
+    for ahead in (1, 4):
+        run_virtual(main(tmp_path / f"{ahead}", ahead))
+    assert took_s[4] < 0.75 * took_s[1]
+
+
+@pytest.mark.slow
+def test_a_joiner_at_version_200_has_the_owners_weights_and_all_share_its_download(tmp_path):
+    async def main() -> None:
+        swarm = Swarm(tmp_path, 4, mbit=20.0)
+        async with running(swarm) as (owner, *followers):
+            shapes = {"embed": (1300, 400), "w": (400, 400), "norm": (64,)}
+            weights, base = Weights(shapes, share=0.001), Weights(shapes, seed=1).base
+            publisher = owner.publisher(base, anchor_every=32)
+            await publish(publisher, weights, range(150))
+            for follower in followers:
+                follower.follow(base)
+            for version in range(150, 201):  # past anchors, whose blobs they make themselves
+                await publish(publisher, weights, range(version, version + 1))
+                await asyncio.sleep(2.0)
+            for follower in followers:
+                await follower.until(200)
+                assert not follower.failures
+
+            joiner = swarm.add(4)
+            await joiner.transport.start()
+            joiner.follow(base)
+            await joiner.until(200)
+            assert joiner.reached == [(200, weights_digest(joiner.bits))]
+            assert joiner.reached[0] == owner_version(owner)
+            chain = owner.chains.of(owner.peer_id, BASE_MODEL)
+            needed = [open_link(link, SWARM) for link in chain.after(None)]
+            assert [link.kind for link in needed] == [LinkKind.ANCHOR] + [LinkKind.DELTA] * 8
+            assert sum(-(-link.blob.size // link.blob.chunk_bytes) for link in needed) > 64
+            donated = {
+                member.peer_id: member.exchange.uploaded[joiner.peer_id] for member in (owner, *followers)
+            }
+            size = sum(link.blob.size for link in needed)
+            assert size <= sum(donated.values()) <= 1.1 * size
+            assert max(donated.values()) <= 2 * sum(donated.values()) / 4, donated
+            assert not joiner.failures
 
     run_virtual(main())
 
@@ -153,6 +215,7 @@ def test_adapters_travel_like_weights(tmp_path):
 # --- restarts and absences ---
 
 
+@pytest.mark.slow
 def test_an_owner_killed_while_it_broadcasts_goes_on_on_the_same_chain(tmp_path):
     async def main() -> None:
         swarm = Swarm(tmp_path, 3, mbit=1.0)

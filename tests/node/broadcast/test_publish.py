@@ -317,3 +317,26 @@ def test_a_kill_at_any_point_costs_the_version_in_work_at_most(tmp_path, monkeyp
     assert len(left) > 50
     for heard, folder in left:
         run_virtual(published_on(folder, heard + 1))
+
+
+@pytest.mark.slow
+def test_a_publication_cancelled_at_any_turn_leaves_one_chain(tmp_path):
+    async def main(turns: int) -> None:
+        folder = tmp_path / f"{turns}"
+        owner, weights = owner_in(folder), Weights(SHAPES)
+        owner.compute = InlineCompute({"broadcast": 0.1, "disk": 0.1})
+        publisher = owner.publisher(weights.base, anchor_every=2)
+        for version in range(2):
+            await publisher.publish(version, weights.step())
+        publishing = asyncio.create_task(publisher.publish(2, weights.step()))
+        await asyncio.sleep(0.05 + 0.1 * turns)
+        publishing.cancel()
+        await asyncio.gather(publishing, return_exceptions=True)
+        await publisher.publish(3, weights.step())
+        assert owner_in(folder).publisher(weights.base).restore()[0] == 3
+        versions = [link.policy_version for link in links_of(owner)]
+        assert versions == sorted(versions)
+        assert not chain_of(owner).evidence
+
+    for turns in range(8):
+        run_virtual(main(turns))
