@@ -421,10 +421,12 @@ def _trainer_parts(
 
 def _follower_parts(facts: ModelFacts, wishes: Wishes, tuning: str, *, on_gpu: bool) -> list[Part]:
     """In the trainer's place: three copies in bfloat16 in RAM (of the base, of this version, of the next one
-    while it is made), and one on its way into the engine."""
+    while it is made), one on its way into the engine, and in RAM the reference that vLLM is probed against."""
     tracked = facts.params if tuning == FULL else facts.adapter_params(wishes.lora_rank)
     copies = 1 if on_gpu else 4
+    probed = wishes.engine == "vllm" and not on_gpu
     return [
+        *([Part("trainer", "reference", facts.params * BYTES["float32"], True)] if probed else []),
         Part("trainer", "versions", copies * tracked * BYTES["bfloat16"], True),
         Part("trainer", "fixed", CUDA_CONTEXT if on_gpu else TORCH_RAM, True),
     ]

@@ -15,7 +15,9 @@
 Admission: at most `(max_staleness + 1) * local_groups` groups for one version, and each new version frees
 them all. A follower does not hear what the owner trains on; but what it made for one version is used up or
 too old once the next ones are there, and a version that does not end needs no more groups than that. So a
-follower whose owner stops soon stops too. Losing the network is never fatal; an engine that fails ends it.
+follower whose owner stops soon stops too. An owner that contradicts itself, or signs a version that is not
+what its link says, goes into quarantine and is left. Losing the network is never fatal; an engine that fails
+ends it, and one that computes with other weights than those tracked makes it share nothing any more.
 """
 
 from __future__ import annotations
@@ -23,21 +25,27 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 
+import msgspec
+
+from node.broadcast.apply import THREADS
 from node.broadcast.base import base_bits
 from node.broadcast.bf16 import U16, to_tensors
 from node.broadcast.chains import MAX_WAIT_S
 from node.broadcast.choose import choose_owner
 from node.broadcast.follow import Tracker
+from node.broadcast.follower_probe import FollowerProbe
 from node.build import adapter_of
 from node.config import NodeConfig
 from node.core import CoreParts, NodeCore, Stages
-from node.events import VersionReached
+from node.events import Health, VersionReached
 from node.network import Network
+from node.rollout.engine.base import BrokenWeightsError
+from node.rollout.engine.parity import ParityError
 from node.supervise import StageGauge, run_stages
 from node.weight.trust import Hardness
-from protocol.delta import warm_up
+from protocol.delta import warm_up, weights_digest
 from protocol.errors import ConfigError
-from protocol.messages import Lineage, PeerId, RolloutGroup
+from protocol.messages import Digest, Lineage, PeerId, RolloutGroup
 
 __all__ = ["Follower"]
 
@@ -58,6 +66,18 @@ class Follower(NodeCore):
             raise ConfigError("role 'follower' has nobody to follow with network.transport 'none'")
         self._neighbours: Network = self._network
         self._base: dict[str, U16] = {}
+        self._base_digest: Digest = ""
+        self._probe = FollowerProbe(
+            parts.engine,
+            parts.policy,
+            adapter_of(config),
+            prompt=lambda number: self._universe.item(number).text,
+            tolerance=config.rollout.parity_tolerance,
+        )
+        self._misled = ""
+        """How a version of the owner was not what its link says, once it is in quarantine for that."""
+        self._bad: OrderedDict[Digest, None] = OrderedDict()
+        """Blobs of no use, of any owner: none is held against it twice."""
         self._tracker: Tracker | None = None
         self._heard_s = 0.0
         """When the owner was heard last, on the clock's monotonic time."""
@@ -89,6 +109,7 @@ class Follower(NodeCore):
         policy, adapter = self._core.policy, adapter_of(self.config)
         await self._compute.run("broadcast", warm_up)
         self._base = await self._compute.run("broadcast", base_bits, policy, adapter)
+        self._base_digest = await self._compute.run("broadcast", weights_digest, self._base, threads=THREADS)
 
     async def _end(self) -> None:
         try:
@@ -121,15 +142,26 @@ class Follower(NodeCore):
     def _why_lost(self, lineage: Lineage) -> str:
         """In words. Two signed versions that contradict each other are proof against who signed them."""
         stopped = self._tracker.stopped if self._tracker is not None else ""
-        if not stopped:
-            return f"was silent for {self.config.follow.owner_timeout_s:g} s"
-        self._trust.record(lineage.owner, Hardness.HARD, self._window())
-        return f"signed versions that contradict each other ({stopped})"
+        if stopped:
+            self._trust.record(lineage.owner, Hardness.HARD, self._window())
+            return f"signed versions that contradict each other ({stopped})"
+        if self._misled:
+            return f"signed a version that is of no use ({self._misled})"
+        return f"was silent for {self.config.follow.owner_timeout_s:g} s"
+
+    def _distrust(self, owner: PeerId, reason: str, lost: asyncio.Event) -> None:
+        """A blob has the hash that the owner signed, and does not do what it signed beside it, or leads to
+        weights that nobody can compute with."""
+        window = self._window()
+        self._trust.record(owner, Hardness.HARD, window)
+        if self._trust.quarantined(owner, window):
+            self._misled = reason
+            lost.set()
 
     async def _choose(self) -> Lineage:
         """The owner to follow, when there is one."""
         policy, presence = self._core.policy, self._neighbours.presence
-        wanted = self.config.follow.owner
+        wanted, told = self.config.follow.owner, False
         with self._gauges["broadcast"].waiting("an owner"):
             while True:
                 window = self._window()
@@ -146,19 +178,28 @@ class Follower(NodeCore):
                     return lineage
                 if wanted:
                     presence.seek(wanted)
+                    if not told and self._trust.quarantined(wanted, window):
+                        text = f"waits: follow.owner {wanted} is in quarantine for what it signed"
+                        self._notice("warning", f"{text}; name another owner, or none")
+                        told = True
                 await asyncio.sleep(ROUND_S)
 
     async def _track(self, lineage: Lineage) -> None:
-        """Follow one owner until it is silent for too long."""
+        """Follow one owner until it is silent for too long, or has lost all trust."""
+        self._misled = ""
+        lost = asyncio.Event()
         self._tracker = Tracker(
             lineage,
             self._sharing.chains,
             self._sharing.exchange,
             self._sharing.store,
             self._base,
+            self._base_digest,
             on_version=self._apply,
             providers=lambda: self._neighbours.members_of(lineage),
             failed=self._refuse,
+            misled=lambda reason: self._distrust(lineage.owner, reason, lost),
+            bad=self._bad,
             compute=self._compute,
             clock=self._clock,
             gauge=self._gauges["broadcast"],
@@ -168,7 +209,6 @@ class Follower(NodeCore):
         # Groups that a worker for another owner had begun were dropped with it.
         self._admission = self._admit()
         self._worker = self._rollout(lineage, self._publish, awake=None, waits_for="the next version")
-        lost = asyncio.Event()
         try:
             await run_stages(
                 {
@@ -178,6 +218,8 @@ class Follower(NodeCore):
                 },
                 until=lost,
             )
+        except BrokenWeightsError as error:
+            self._distrust(lineage.owner, str(error), lost)
         finally:
             self._reached.clear()
             self._gone_sampled += self._worker.sampled
@@ -199,9 +241,17 @@ class Follower(NodeCore):
         """The tracker has this version; from now on the engine has it too. Raises EngineError."""
         began_s = self._clock.monotonic_s()
         with self._gauges["broadcast"].working():
-            await self._compute.run("apply", self._update, bits, policy_version)
+            try:
+                reloaded = await self._compute.run("apply", self._update, bits, policy_version)
+            except ParityError as error:
+                reloaded = False
+                self._notice("error", f"{error}, with all weights loaded anew; this node shares nothing more")
+        if reloaded:
+            text = f"the engine failed its probe at version {policy_version} and passed it once loaded anew"
+            self._notice("warning", text)
         self._versions += 1
-        self._admission.used(self._admission.complete)
+        if not self._probe.failure:  # else there is no use for more groups
+            self._admission.used(self._admission.complete)
         self._reached.set()
         self._bus.emit(
             VersionReached(
@@ -213,10 +263,10 @@ class Follower(NodeCore):
             )
         )
 
-    def _update(self, bits: dict[str, U16], policy_version: int) -> None:
+    def _update(self, bits: dict[str, U16], policy_version: int) -> bool:
         # An engine may keep what it is given, and the tracker makes the next version in place.
         weights = {name: tensor.clone() for name, tensor in to_tensors(bits).items()}
-        self._core.engine.update(weights, policy_version)
+        return self._probe.update(weights, policy_version)
 
     # --- generate and share -------------------------------------------------------------------------------
 
@@ -227,7 +277,8 @@ class Follower(NodeCore):
             await self._worker.run()
 
     async def _publish(self, group: RolloutGroup) -> None:
-        await self._neighbours.publisher.publish(group)
+        if not self._probe.failure:
+            await self._neighbours.publisher.publish(group)
 
     async def _pass_on(self) -> None:
         """Own groups are published as they are made; nobody trains on them here."""
@@ -256,3 +307,6 @@ class Follower(NodeCore):
             head += self._tracker.lag
         others = [each for each in self._neighbours.members_of(self._followed) if each != owner]
         self._bus.emit(self._sharing.seen(owner, self.policy_version, head, len(others) + bool(owner)))
+
+    def _health_now(self) -> Health:
+        return msgspec.structs.replace(super()._health_now(), not_sharing=self._probe.failure)

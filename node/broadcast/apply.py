@@ -17,8 +17,8 @@ from protocol.messages import LinkKind, WeightsLink
 
 __all__ = ["THREADS", "apply_link"]
 
-THREADS = min(4, os.cpu_count() or 1)
-"""For coding one version; the result is the same for any number."""
+THREADS = min(4, len(os.sched_getaffinity(0)))
+"""For coding one version, of the cores that this process may use; the result is the same for any number."""
 
 
 def apply_link(

@@ -93,16 +93,6 @@ class Chain:
         entry = self._newest_anchor()
         return entry.link if entry is not None else None
 
-    def anchor_of(self, version: int) -> WeightsLink | None:
-        """The anchor of one version, if it has one."""
-        found = self._versions.get(version)
-        return found.anchor.link if found is not None and found.anchor is not None else None
-
-    def result_of(self, version: int) -> Digest | None:
-        """Hash of one version's weights, if the version is here."""
-        found = self._versions.get(version)
-        return found.result if found is not None else None
-
     def links(self) -> list[SignedLink]:
         """All links, oldest first."""
         return [entry.signed for entry in self._entries()]

@@ -2,12 +2,14 @@
 
 Pure: what is known of the neighbours goes in, a lineage or None comes out. An owner is a neighbour whose own
 record names a lineage that it owns itself, of the same base model and tokenizer as the follower's policy on
-disk: an anchor starts from those weights. Need is few followers, as far as this node can see. Two followers
-that choose at the same moment may choose the same owner; nothing is lost but balance.
+disk: an anchor starts from those weights. Need is few followers, as far as this node can see. Among equals
+each follower has an order of its own, so that those that choose at the same moment, and do not see each other
+yet, spread. An owner in quarantine is never followed, even when it is the configured one.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 
@@ -27,12 +29,12 @@ def choose_owner(
     avoided: Collection[PeerId],
 ) -> Lineage | None:
     """The lineage to follow, of those in `records` (of connected peers). `wanted` is the configured owner, ""
-    for any. An owner that is `avoided` (it was given up lately) is taken only if there is no other; one with
-    no trust at all, in quarantine, never."""
+    for any. An owner with no trust at all (in quarantine) is never taken; one that is `avoided` (it was given
+    up lately) only if there is no other, or it is the configured one."""
     owned = {
         peer_id: record.lineage
         for peer_id, record in records.items()
-        if peer_id != me and _is_owner(peer_id, record, base_model, tokenizer)
+        if peer_id != me and _is_owner(peer_id, record, base_model, tokenizer) and trust(peer_id) > 0
     }
     if wanted:
         return owned.get(wanted)
@@ -41,12 +43,17 @@ def choose_owner(
         for peer_id, record in records.items()
         if record.lineage is not None and record.lineage.owner != peer_id and peer_id != me
     )
-    ordered = sorted(
-        (peer_id in avoided, followers[peer_id], -trust(peer_id), peer_id)
-        for peer_id in owned
-        if trust(peer_id) > 0
+    chosen = min(
+        owned,
+        key=lambda peer_id: (peer_id in avoided, followers[peer_id], -trust(peer_id), _place(me, peer_id)),
+        default=None,
     )
-    return owned[ordered[0][-1]] if ordered else None
+    return owned[chosen] if chosen is not None else None
+
+
+def _place(me: PeerId, owner: PeerId) -> bytes:
+    """Where `owner` stands in this node's own order."""
+    return hashlib.sha256(f"{me}/{owner}".encode()).digest()
 
 
 def _is_owner(peer_id: PeerId, record: PeerRecord, base_model: str, tokenizer: str) -> bool:

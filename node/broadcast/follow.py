@@ -27,7 +27,7 @@ from node.clock import Clock
 from node.compute import Compute
 from node.supervise import StageGauge, run_stages
 from protocol.constants import MAX_CHAIN_LINKS
-from protocol.delta import encode, max_delta_bytes, weights_digest
+from protocol.delta import encode, max_delta_bytes
 from protocol.errors import (
     DeadlineError,
     DecodeError,
@@ -58,11 +58,13 @@ _REMEMBERED_BLOBS = 2 * MAX_CHAIN_LINKS
 
 
 class Tracker:
-    """Follows `lineage`. `base_bits` are the weights that everybody of the lineage has. `on_version(version,
-    weights)` is called for every version reached, the newest where several came at once; the weights are the
-    tracker's own and change once it returns, so it copies what it keeps; what it raises ends `run`.
-    `providers()` lists connected members of the lineage, `failed(peer, reason)` counts what peers do wrong,
-    `notice(level, text)` tells the operator."""
+    """Follows `lineage`. `base_bits` are the weights that everybody of the lineage has, `base_digest` is
+    their hash. `on_version(version, weights)` is called for every version reached, the newest where several
+    came at once; the weights are the tracker's own and change once it returns, so it copies what it keeps;
+    what it raises ends `run`. `providers()` lists connected members of the lineage, `failed(peer, reason)`
+    counts what peers do wrong, `misled(reason)` is told once of each blob that is not what the owner's link
+    says, `bad` holds the roots of such blobs from one tracker to the next, `notice(level, text)` tells the
+    operator."""
 
     def __init__(
         self,
@@ -71,6 +73,7 @@ class Tracker:
         exchange: Exchange,
         store: WeightsStore,
         base_bits: Mapping[str, U16],
+        base_digest: Digest,
         *,
         on_version: Callable[[int, dict[str, U16]], Awaitable[None]],
         providers: Callable[[], Sequence[PeerId]],
@@ -79,6 +82,8 @@ class Tracker:
         clock: Clock,
         gauge: StageGauge,
         fetch_timeout_s: float = 600.0,
+        misled: Callable[[str], None] = lambda reason: None,
+        bad: OrderedDict[Digest, None] | None = None,
         notice: Callable[[str, str], None] = lambda level, text: None,
     ) -> None:
         self._lineage = lineage
@@ -86,6 +91,7 @@ class Tracker:
         self._exchange = exchange
         self._store = store
         self._base = base_bits
+        self._base_digest = base_digest
         self._on_version = on_version
         self._providers = providers
         self._failed = failed
@@ -93,13 +99,14 @@ class Tracker:
         self._clock = clock
         self._gauge = gauge
         self._fetch_timeout_s = fetch_timeout_s
+        self._misled = misled
         self._notice = notice
         self._opened: Chain | None = None
         self._bits: dict[str, U16] | None = None
         self._held = -1
         """Version of `_bits`."""
-        self._bad: OrderedDict[Digest, None] = OrderedDict()
-        """Roots of blobs that do not do what their links say."""
+        self._bad: OrderedDict[Digest, None] = bad if bad is not None else OrderedDict()
+        """Roots of blobs that are of no use, oldest first."""
         self._made: Digest = ""
         """Root of the anchor that was made last, or tried."""
         self._late: dict[Digest, float] = {}
@@ -133,8 +140,9 @@ class Tracker:
         """Follow until cancelled, or until the owner contradicts itself (`stopped`). Begins with what an
         earlier run left on the disk."""
         self._heard_s = self._clock.monotonic_s()
-        digest = await self._compute.run("broadcast", weights_digest, self._base, threads=THREADS)
-        self._opened = await self._compute.run("broadcast", self._chains.open, self._lineage, [digest])
+        self._opened = await self._compute.run(
+            "broadcast", self._chains.open, self._lineage, [self._base_digest]
+        )
         if self._opened.evidence:
             self.stopped = "chain_fork"
             return
@@ -319,8 +327,11 @@ class Tracker:
         self._held, self.digest = link.policy_version, link.result
 
     def _refuse(self, link: WeightsLink, error: RemoteProtocolError) -> None:
-        """The owner signed a blob that is of no use."""
+        """The owner signed a blob that is of no use: one that is too large for this node, or that is not what
+        its link says."""
         self._failed(self._lineage.owner, error.reason)
+        if isinstance(error, DecodeError):
+            self._misled(error.reason)
         self._bad[link.blob.root] = None
         while len(self._bad) > _REMEMBERED_BLOBS:
             self._bad.popitem(last=False)

@@ -1,6 +1,7 @@
 """The owner's side of broadcast: every proven version is published on this node's chain, beside the training.
 
     EngineBroadcast --offer(version, weights)--> newest waiting one --run--> WeightsPublisher --> followers
+    Merger --contribute()--> anchor of the newest version published ------------^
 
 Coding and publishing a version may take longer than a step: then the versions in between are left out, and
 the newest is published. The trainer never waits. A version that cannot be published (a full disk) is told,
@@ -27,7 +28,7 @@ from node.supervise import StageGauge
 from protocol.delta import warm_up
 from protocol.errors import LocalProtocolError, OurFault
 from protocol.identity import Identity
-from protocol.messages import Digest, Lineage
+from protocol.messages import Digest, Lineage, SignedLink
 
 __all__ = ["OwnerBroadcast"]
 
@@ -68,7 +69,8 @@ class OwnerBroadcast:
         self._followers = followers
         self._base: dict[str, U16] = {}
         self._publisher: WeightsPublisher | None = None
-        self._waiting: tuple[int, Mapping[str, Tensor]] | None = None
+        self._base_digest: Digest = ""
+        self._waiting: tuple[int, Mapping[str, Tensor], bool] | None = None
         self._offered = asyncio.Event()
         self.published = -1
         """Newest version that can be fetched."""
@@ -97,6 +99,8 @@ class OwnerBroadcast:
         except OurFault as error:
             self._notice("error", f"{error}; until then nobody can follow this node")
             return None
+        finally:
+            self._base_digest = publisher.base_digest
         self._publisher = publisher
         chain = self._sharing.chains.of(self._lineage.owner, self._lineage.base_model)
         if chain is None or chain.head is None:
@@ -104,30 +108,47 @@ class OwnerBroadcast:
         self.published = chain.head.policy_version
         return self.published, to_tensors(restored[1]) if restored is not None else None
 
-    def offer(self, policy_version: int, state: Mapping[str, Tensor]) -> None:
-        """Publish this version soon, unless a newer one is offered first. Nobody may change `state`."""
-        self._waiting = (policy_version, state)
+    @property
+    def base(self) -> tuple[dict[str, U16], Digest]:
+        """The weights that anchors start from, not to be changed, and their hash; once `open` has
+        returned."""
+        return self._base, self._base_digest
+
+    def offer(self, policy_version: int, state: Mapping[str, Tensor], *, anchor: bool = False) -> None:
+        """Publish this version soon, with `anchor` as an anchor only. A newer one that is offered first takes
+        its place, and is then a delta from the version that was published last, if a large one. Nobody may
+        change `state`."""
+        self._waiting = (policy_version, state, anchor)
         self._offered.set()
+
+    async def contribute(self) -> SignedLink | None:
+        """What this node gives to a merge: the anchor of the newest version published. None without one; a
+        disk that does not take it is told."""
+        if self._publisher is None:
+            return None
+        try:
+            return await self._publisher.contribute()
+        except (OSError, OurFault) as error:
+            self._notice("warning", f"version {self.published} cannot be contributed to a merge: {error}")
+            return None
 
     async def run(self) -> None:
         """Publish until cancelled."""
         while True:
             await self._offered.wait()
             self._offered.clear()
-            if self._waiting is None or self._publisher is None:
-                self._waiting = None
-                continue
-            (policy_version, state), self._waiting = self._waiting, None
-            with self._gauge.working():
-                await self._publish(self._publisher, policy_version, state)
+            waiting, self._waiting = self._waiting, None
+            if waiting is not None and self._publisher is not None:
+                with self._gauge.working():
+                    await self._publish(self._publisher, *waiting)
 
     async def _publish(
-        self, publisher: WeightsPublisher, policy_version: int, state: Mapping[str, Tensor]
+        self, publisher: WeightsPublisher, policy_version: int, state: Mapping[str, Tensor], anchor: bool
     ) -> None:
         began_s = self._clock.monotonic_s()
         weights = travelling(state, self._base)
         try:
-            link = await publisher.publish(policy_version, weights)
+            link = await publisher.publish(policy_version, weights, anchor=anchor)
         except (OSError, OurFault, LocalProtocolError) as error:
             self._notice("warning", f"version {policy_version} was not published: {error}")
             return

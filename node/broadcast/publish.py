@@ -5,14 +5,17 @@
 
 The order is what makes a kill harmless: the blob is on the disk, then its link, then it is announced. So a
 version that anybody heard of can be fetched after a restart, and is the one that the chain goes on from; what
-was in work is forgotten. No version is ever signed twice. Not for when to publish (`owner.py`).
+was in work is forgotten. No version is ever signed twice. A version that has little in common with the one
+before, as after a merge, is an anchor only: a delta would be as large. What a merge is given of this node
+(`contribute`) is an anchor of the chain like any other. Not for when to publish (`owner.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -82,8 +85,6 @@ class WeightsPublisher:
         self._bits: dict[str, U16] | None = None
         """Weights of the chain's head, when they are known."""
         self._lock = asyncio.Lock()
-        self._newest = -1
-        """Newest version that was offered."""
         self._committing: asyncio.Task[None] | None = None
         self._next_try = 0
         """No anchor before this version."""
@@ -109,59 +110,72 @@ class WeightsPublisher:
             return None
         return head.policy_version, self._bits
 
-    async def publish(self, policy_version: int, state: Mapping[str, Tensor]) -> WeightsLink:
-        """Publish these weights; returns the link of this version, or of a newer one that was offered while
-        this one waited for its turn. Nobody may change `state` meanwhile. Raises LocalProtocolError for a
-        version that is not above all earlier ones, for weights that are not finite or do not fit the base,
-        OurFault or OSError when the disk does not take it; the chain is then as it was."""
-        if self._opened is None:
-            await self._compute.run("broadcast", self.restore)
-        chain = self._chain()
-        if chain.head is not None and policy_version <= chain.head.policy_version:
-            raise LocalProtocolError(
-                f"version {policy_version} cannot be published after version {chain.head.policy_version}"
-            )
-        self._newest = max(self._newest, policy_version)
-        while True:
-            async with self._lock:
-                if chain.head is not None and chain.head.policy_version >= policy_version:
-                    return chain.head
-                if self._newest <= policy_version:
-                    try:
-                        return await self._publish(policy_version, state)
-                    except BaseException:
-                        self._newest = -1  # whoever waits tries its own
-                        raise
-            # A newer version waits behind this one; it takes the lock now.
+    @property
+    def base_digest(self) -> Digest:
+        """Hash of what anchors start from, once `restore` was called."""
+        return self._base_digest
+
+    async def publish(
+        self, policy_version: int, state: Mapping[str, Tensor], *, anchor: bool = False
+    ) -> WeightsLink:
+        """Publish these weights, with `anchor` as an anchor only; returns the version's link. Nobody may
+        change `state` meanwhile. Calls wait for each other. Raises LocalProtocolError for a version that is
+        not above all earlier ones, for weights that are not finite or do not fit the base, OurFault or
+        OSError when the disk does not take it; the chain is then as it was."""
+        async with self._turn():
+            if self._opened is None:
+                await self._compute.run("broadcast", self.restore)
+            chain = self._chain()
+            if chain.head is not None and policy_version <= chain.head.policy_version:
+                raise LocalProtocolError(
+                    f"version {policy_version} cannot be published after version {chain.head.policy_version}"
+                )
+            bits, coded = await self._compute.run("broadcast", self._coded, policy_version, state, anchor)
+            link = await self._add(coded, bits)
+            if link.kind is LinkKind.DELTA and self._anchor_due(policy_version):
+                try:
+                    await self._add_anchor(link, bits)
+                except (OSError, OurFault) as error:
+                    self._next_try = policy_version + max(1, self._anchor_every // _ANCHOR_TRIES)
+                    self._notice("warning", f"no anchor of version {policy_version} was made: {error}")
+            self._keep(chain)
+            return link
+
+    async def contribute(self) -> SignedLink | None:
+        """The anchor of the newest version, made if it has none; None before the first version, and while
+        the weights of the newest one are not at hand. Raises OurFault or OSError when the disk does not take
+        it."""
+        async with self._turn():
+            chain = self._opened
+            if chain is None or chain.head is None or self._bits is None:
+                return None
+            anchor = chain.anchor
+            if anchor is None or anchor.policy_version != chain.head.policy_version:
+                await self._add_anchor(chain.head, self._bits)
+                self._keep(chain)
+            return chain.after(None)[0]  # the newest anchor comes first
 
     # --- internals ----------------------------------------------------------------------------------------
 
-    async def _publish(self, policy_version: int, state: Mapping[str, Tensor]) -> WeightsLink:
-        chain = self._chain()
-        if self._committing is not None:  # of a publication that was cancelled
-            await asyncio.wait([self._committing])
-        bits, coded = await self._compute.run("broadcast", self._coded, policy_version, state)
-        link = await self._add(coded, bits)
-        if link.kind is LinkKind.DELTA and self._anchor_due(policy_version):
-            try:
-                anchor = await self._compute.run(
-                    "broadcast", self._anchor_coded, policy_version, bits, link.result
-                )
-                await self._add(anchor, bits)
-            except (OSError, OurFault) as error:
-                self._next_try = policy_version + max(1, self._anchor_every // _ANCHOR_TRIES)
-                self._notice("warning", f"no anchor of version {policy_version} was made: {error}")
-        self._keep(chain)
-        return link
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """One at a time, and what a cancelled call has left to the disk is done first."""
+        async with self._lock:
+            if self._committing is not None:
+                await asyncio.wait([self._committing])
+            yield
 
-    def _coded(self, policy_version: int, state: Mapping[str, Tensor]) -> tuple[dict[str, U16], _Coded]:
-        """The weights' bits, and the delta to them from the version before, else from the base. Blocking."""
+    def _coded(
+        self, policy_version: int, state: Mapping[str, Tensor], anchor: bool
+    ) -> tuple[dict[str, U16], _Coded]:
+        """The weights' bits, and the delta to them from the version before; from the base for an `anchor`,
+        and where there is none before. Blocking."""
         bits = to_bits(state)
         if not all_finite(bits):
             raise LocalProtocolError(f"weights of version {policy_version} are not all finite")
         result = weights_digest(bits, threads=THREADS)
         head = self._chain().head
-        if head is None or self._bits is None:
+        if anchor or head is None or self._bits is None:
             return bits, self._anchor_coded(policy_version, bits, result)
         data = encode(self._bits, bits, base_digest=head.result, new_digest=result, threads=THREADS)
         return bits, _Coded(LinkKind.DELTA, policy_version, head.policy_version, head.result, result, data)
@@ -171,6 +185,11 @@ class WeightsPublisher:
         base = self._base_digest
         data = encode(self._base, bits, base_digest=base, new_digest=result, threads=THREADS)
         return _Coded(LinkKind.ANCHOR, policy_version, policy_version, base, result, data)
+
+    async def _add_anchor(self, of: WeightsLink, bits: dict[str, U16]) -> None:
+        """Make and add the anchor of a version that is on the chain."""
+        coded = await self._compute.run("broadcast", self._anchor_coded, of.policy_version, bits, of.result)
+        await self._add(coded, bits)
 
     async def _add(self, coded: _Coded, bits: dict[str, U16]) -> WeightsLink:
         """Keep the blob, sign its link and announce it."""

@@ -339,6 +339,7 @@ def test_signed_blobs_that_are_wrong_change_nothing_and_the_next_anchor_mends(tm
             blamed = swarm.blamed(swarm.owner)
             assert sum(blamed.values()) == 1
             assert BLOBS[make] is None or blamed == {BLOBS[make]: 1}
+            assert swarm.victim.misled == list(blamed)
             tracker = swarm.victim.tracker
             assert (tracker.version, tracker.digest, tracker.lag) == (1, good, 1)
             assert weights_digest(tracker._bits) == good
@@ -350,6 +351,7 @@ def test_signed_blobs_that_are_wrong_change_nothing_and_the_next_anchor_mends(tm
             await swarm.victim.until(3)
             assert swarm.victim.reached[-1] == (3, weights_digest(new))
             assert sum(swarm.blamed(swarm.owner).values()) == 1  # the bad one was not tried again
+            assert len(swarm.victim.misled) == 1
 
     run_virtual(main())
 
@@ -395,11 +397,29 @@ def test_a_version_whose_blob_does_not_come_leaves_the_one_before(tmp_path):
             await asyncio.sleep(200.0)
             assert swarm.victim.version == 1
             assert swarm.blamed(swarm.owner) == {}  # whoever had it may have let it go
+            assert swarm.victim.misled == []
             new = {name: array ^ np.uint16(2) for name, array in swarm.bits.items()}
             await swarm.sign(
                 3, encode_delta(swarm.base, new), kind=LinkKind.ANCHOR, result=weights_digest(new)
             )
             await swarm.victim.until(3)
+
+    run_virtual(main())
+
+
+def test_a_blob_that_is_only_too_large_for_this_node_is_no_lie(tmp_path):
+    async def main() -> None:
+        async with Swarm(tmp_path) as swarm:
+            await swarm.publish(0, 1)
+            swarm.victim.follow(swarm.base)
+            await swarm.victim.until(1)
+            swarm.victim.store._max_bytes = 100
+            await swarm.publish(2)
+            await asyncio.sleep(20.0)
+            assert swarm.victim.version == 1
+            assert swarm.blamed(swarm.owner) == {"blob_size": 1}
+            assert swarm.victim.misled == []
+            assert len(swarm.victim.notices) == 1
 
     run_virtual(main())
 

@@ -5,16 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from node.clock import run_virtual
 from node.config import load_config
+from node.core import CoreParts
 from node.events import (
     GroupJudged,
+    Health,
     NodeStarted,
     NodeStopped,
     Notice,
@@ -34,6 +39,7 @@ from node.rollout.policy import Policy
 from node.train.step import Trainer
 from node.weight.trust import load_standings
 from protocol.errors import ConfigError
+from tests.node.broadcast.test_engine import Drifting
 from tests.node.toy import COSTS_S, Toy, ToySwarm
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compiled_delta")]
@@ -262,6 +268,165 @@ def test_an_owner_that_contradicts_itself_is_left_and_not_chosen_again(
             made_by_then = len(made(follower))
             await asyncio.sleep(5)
             assert len(made(follower)) == made_by_then
+
+    run_virtual(main())
+
+
+def lies_at(owner: Toy, *versions: int) -> None:
+    """From now on this running owner signs blobs for these versions that lack their last byte."""
+    publisher = owner.node._owner._publisher
+    honest = publisher._coded
+
+    def coded(policy_version: int, *rest: Any) -> Any:
+        bits, made = honest(policy_version, *rest)
+        if policy_version in versions:
+            made = dataclasses.replace(made, data=made.data[:-1])
+        return bits, made
+
+    publisher._coded = coded
+
+
+LEFT = r"signed a version that is of no use \(delta_[a-z]+\); looking for an owner"
+
+
+def test_an_owner_that_signs_what_is_not_so_is_left_for_another(
+    tmp_path: Path, policies: Sequence[Policy]
+) -> None:
+    async def main() -> None:
+        async with ToySwarm(tmp_path, policies) as swarm:
+            owners = [await swarm.add(name, 0, train__steps=1000) for name in ("one", "other")]
+            follower = await swarm.add_follower("follower", 0, bootstraps=owners)
+            swarm.start()
+            reached = await until_reached(follower, 2)
+            liar, other = owners if owners[0].peer_id == reached.owner else reversed(owners)
+            lie = reached.policy_version + 5
+            lies_at(liar, lie)
+            switched_at = (await until_reached(follower, owner=other)).at
+            await asyncio.sleep(20)
+            _, text, _ = (notice.text for notice in follower.of(Notice))
+            assert re.fullmatch(f"{liar.peer_id} {LEFT}", text)
+            assert follower.node.lineage.owner == other.peer_id
+            of_liar = [event for event in follower.of(VersionReached) if event.owner == liar.peer_id]
+            assert max(event.policy_version for event in of_liar) < lie
+            assert max(event.at for event in of_liar) < switched_at
+            rows = {row.peer_id: row for row in follower.of(PeersSeen)[-1].peers}
+            assert rows[liar.peer_id].trust == 0
+            assert rows[other.peer_id].trust == 0.5
+            counted = Counter({reason: n for (_, reason), n in follower.node._refused.counters().items()})
+            assert sum(n for reason, n in counted.items() if reason.startswith("delta_")) == 1
+            (standing,) = [each for each in follower.node._trust.standings() if each.peer == liar.peer_id]
+            assert 0.9 < standing.hard <= 1  # once
+
+    run_virtual(main())
+
+
+def test_an_owner_whose_finite_weights_give_no_numbers_is_left_for_another(
+    tmp_path: Path, policies: Sequence[Policy]
+) -> None:
+    async def main() -> None:
+        async with ToySwarm(tmp_path, policies) as swarm:
+            owners = [await swarm.add(name, 0, train__steps=1000) for name in ("one", "other")]
+            follower = await swarm.add_follower("follower", 0, bootstraps=owners)
+            swarm.start()
+            reached = await until_reached(follower, 2)
+            liar, other = owners if owners[0].peer_id == reached.owner else reversed(owners)
+            offer = liar.node._owner.offer
+
+            def offer_huge(policy_version: int, state: dict[str, torch.Tensor]) -> None:
+                huge = {name: torch.full_like(each, 3e38) for name, each in state.items() if "norm" in name}
+                offer(policy_version, {**state, **huge})
+
+            liar.node._owner.offer = offer_huge
+            await until_reached(follower, owner=other)
+            _, left, _ = (notice.text for notice in follower.of(Notice))
+            assert left.startswith(f"{liar.peer_id} signed a version that is of no use (version ")
+            assert "NaN or infinite" in left
+            assert follower.node._trust.trust(liar.peer_id, follower.node._window()) == 0
+            assert made(follower)[-1].at >= reached.at
+
+    run_virtual(main())
+
+
+def test_the_configured_owner_is_waited_for_while_it_is_in_quarantine(
+    tmp_path: Path, policies: Sequence[Policy]
+) -> None:
+    """Of 15 windows of 2 s each; the other owner is no choice."""
+
+    async def main() -> None:
+        async with ToySwarm(tmp_path, policies) as swarm:
+            owner = await swarm.add("owner", 0, train__steps=1000, broadcast__anchor_every=4)
+            other = await swarm.add("other", 0, bootstraps=[owner], train__steps=1000)
+            follower = await swarm.add_follower(
+                "follower",
+                0,
+                bootstraps=[owner, other],
+                follow__owner=owner.peer_id,
+                weight__quarantine_windows=15,
+            )
+            swarm.start()
+            reached = await until_reached(follower, 2)
+            lie = reached.policy_version + 5
+            lies_at(owner, lie)
+            await asyncio.sleep(25)
+            left = follower.of(Notice)[1]
+            assert re.fullmatch(f"{owner.peer_id} {LEFT}", left.text)
+            waits = f"waits: follow.owner {owner.peer_id} is in quarantine for what it signed"
+            assert [notice.text.startswith(waits) for notice in follower.of(Notice)] == [False, False, True]
+            assert follower.node.lineage is None
+            again = await until_reached(follower, lie)
+            assert 29_000 <= again.at - left.at < 40_000
+            assert {event.owner for event in follower.of(VersionReached)} == {owner.peer_id}
+            assert len(follower.of(Notice)) == 4  # follows it, as before
+
+    run_virtual(main())
+
+
+def engine_off(nats: float, *, heals: bool) -> Callable[[CoreParts], CoreParts]:
+    """An engine that asks to be probed and computes with something else."""
+
+    def change(parts: CoreParts) -> CoreParts:
+        engine = Drifting(parts.policy)
+        engine.probe_each, engine.off_nats, engine.heals = True, nats, heals
+        return dataclasses.replace(parts, engine=engine)
+
+    return change
+
+
+def test_a_follower_whose_engine_stays_wrong_shares_nothing(
+    tmp_path: Path, policies: Sequence[Policy]
+) -> None:
+    async def main() -> None:
+        async with ToySwarm(tmp_path, policies) as swarm:
+            owner = await swarm.add("owner", 0, train__steps=1000)
+            wrong = await swarm.add_follower(
+                "wrong", 0, bootstraps=[owner], change=engine_off(0.01, heals=False)
+            )
+            healed = await swarm.add_follower(
+                "healed", 0, bootstraps=[owner], change=engine_off(0.01, heals=True)
+            )
+            swarm.start()
+            await asyncio.gather(until_reached(wrong, 20), until_reached(healed, 20))
+            for toy in (wrong, healed):
+                toy.node.stop("enough")
+                await toy.task
+            _, notice = wrong.of(Notice)
+            assert notice.level == "error"
+            assert "by 0.01 nats" in notice.text
+            assert notice.text.endswith("with all weights loaded anew; this node shares nothing more")
+            health = wrong.of(Health)[-1]
+            assert health.not_sharing in notice.text
+            assert health.not_sharing != ""
+            assert health.announced == 0
+            assert wrong.parts.engine.reloads == 1
+            assert wrong.parts.engine.policy_version == wrong.of(VersionReached)[-1].policy_version
+            assert judged_by(owner, wrong) == []
+            assert len(made(wrong)) <= 6  # what one version is given, and no more after that
+
+            _, notice = healed.of(Notice)
+            assert notice.level == "warning"
+            assert "passed it once loaded anew" in notice.text
+            assert healed.of(Health)[-1].not_sharing == ""
+            assert judged_by(owner, healed)
 
     run_virtual(main())
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from node.rollout.engine._vllm_life import Leg, Life
-from node.rollout.engine.base import EngineError, Generation, GenerationRequest, broken_weights
+from node.rollout.engine.base import BrokenWeightsError, EngineError, Generation, GenerationRequest
 from node.rollout.policy import Policy
 from protocol.messages import FinishReason, Rollout
 
@@ -267,7 +267,7 @@ class VllmGeneration(Generation):
             )
         broken = np.isnan(logprobs)
         if broken.any():
-            raise broken_weights(int(versions[broken.argmax()]))
+            raise BrokenWeightsError(int(versions[broken.argmax()]))
         return Rollout(
             text=self._policy.decode(ids.tolist()),
             token_ids=ids.tobytes(),

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "BrokenWeightsError",
     "Engine",
     "EngineError",
     "Generation",
     "GenerationRequest",
     "Prefix",
     "TokenSequence",
-    "broken_weights",
     "check_request",
     "check_tokens",
 ]
@@ -38,6 +38,15 @@ __all__ = [
 
 class EngineError(OurFault):
     """The engine cannot do what was asked: broken weights, a prompt that does not fit, or it is closed."""
+
+
+class BrokenWeightsError(EngineError):
+    """Weights whose logits are no numbers, though they may be finite themselves."""
+
+    def __init__(self, policy_version: int) -> None:
+        super().__init__(
+            f"version {policy_version} gives logits that are NaN or infinite; load an earlier checkpoint"
+        )
 
 
 @dataclass(frozen=True)
@@ -206,10 +215,3 @@ def check_tokens(token_ids: tuple[int, ...], more: int, vocab_size: int, context
             f"{len(token_ids)} tokens plus {more} new ones exceed the {context} positions of this engine; "
             "lower max_new_tokens"
         )
-
-
-def broken_weights(policy_version: int) -> EngineError:
-    """The error for logits that are no numbers."""
-    return EngineError(
-        f"version {policy_version} gives logits that are NaN or infinite; load an earlier checkpoint"
-    )

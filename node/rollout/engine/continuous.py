@@ -32,11 +32,11 @@ from torch.nn.functional import pad
 from transformers import DynamicCache
 
 from node.rollout.engine.base import (
+    BrokenWeightsError,
     EngineError,
     Generation,
     GenerationRequest,
     Prefix,
-    broken_weights,
     check_request,
 )
 from node.rollout.engine.sampling import sample_tokens
@@ -395,7 +395,7 @@ class ContinuousBatch(Generation):
             greedy=self._greedy,
         )
         if bool(logprobs_R.isnan().any()):
-            raise broken_weights(int(batch.versions_R.max()))
+            raise BrokenWeightsError(int(batch.versions_R.max()))
         self._tokens_ST[place], self._logprobs_ST[place] = tokens_R, logprobs_R
         self._versions_ST[place] = batch.versions_R
         self._sampled += tokens_R.shape[0]

@@ -23,11 +23,11 @@ from transformers import DynamicCache
 
 from node.rollout.adapter import AdapterSpec, adapter_tensors, wrap
 from node.rollout.engine.base import (
+    BrokenWeightsError,
     Engine,
     EngineError,
     Generation,
     TokenSequence,
-    broken_weights,
     check_tokens,
 )
 from node.rollout.engine.continuous import ContinuousBatch, WeightsChanged
@@ -164,7 +164,7 @@ class TransformersEngine(Engine):
             start = len(sequence.prompt_ids) - shortest
             scored = logprobs[row, start : start + len(sequence.token_ids)]
             if np.isnan(scored).any():
-                raise broken_weights(self._version)
+                raise BrokenWeightsError(self._version)
             results[place] = scored.copy()
 
     # --- weights and turns ---------------------------------------------------------------------------------

@@ -36,12 +36,12 @@ from node.rollout.engine._vllm_life import SCORERS, Life
 from node.rollout.engine._vllm_patch import Mirror, TensorPatch, WeightsDoNotFit
 from node.rollout.engine._vllm_process import EngineDied, VllmProcess, require_vllm, together
 from node.rollout.engine.base import (
+    BrokenWeightsError,
     Engine,
     EngineError,
     Generation,
     GenerationRequest,
     TokenSequence,
-    broken_weights,
     check_request,
     check_tokens,
 )
@@ -164,7 +164,7 @@ class VllmEngine(Engine):
                     break
         for scored in results:
             if np.isnan(scored).any():
-                raise broken_weights(self._version)
+                raise BrokenWeightsError(self._version)
         return results
 
     # --- weights -------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from node.clock import VirtualClock
 from node.compute import InlineCompute
 from node.supervise import StageGauge
 from node.transport.memory import MemoryNetwork
+from protocol.delta import weights_digest
 from protocol.identity import Identity
 from protocol.messages import Lineage, PeerId
 from tests.node.broadcast.simulation import inline
@@ -73,6 +74,8 @@ class Member:
         self.compute = InlineCompute({})
         self.failures: Counter[tuple[PeerId, str]] = Counter()
         self.notices: list[str] = []
+        self.misled: list[str] = []
+        """Reasons, one for each blob of the owner's that was not what its link says."""
         self.members: list[PeerId] = []
         """Connected peers that have the lineage."""
         self.transport = network.transport(self.identity.peer_id)
@@ -127,6 +130,7 @@ class Member:
             self.exchange,
             self.store,
             base,
+            weights_digest(base),
             on_version=self._on_version,
             providers=lambda: self.members,
             failed=self.failed,
@@ -134,6 +138,7 @@ class Member:
             clock=self.clock,
             gauge=StageGauge("broadcast", self.clock, "a version"),
             fetch_timeout_s=fetch_timeout_s,
+            misled=self.misled.append,
             notice=lambda level, text: self.notices.append(text),
         )
         self.task = asyncio.create_task(self.tracker.run())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 
 from node.broadcast.choose import choose_owner
@@ -20,10 +21,11 @@ def choose(
     wanted: str = "",
     trust: Mapping[str, float] | None = None,
     avoided: Collection[str] = (),
+    me: str = "me",
 ) -> str | None:
     chosen = choose_owner(
         records,
-        me="me",
+        me=me,
         base_model=BASE,
         tokenizer=TOKENIZER,
         wanted=wanted,
@@ -46,14 +48,26 @@ def test_only_owners_of_the_same_base_model_and_tokenizer() -> None:
     assert choose({**strangers, "owner": record("owner")}) == "owner"
 
 
-def test_need_goes_before_trust_and_trust_before_the_id() -> None:
+def test_need_goes_before_trust_and_trust_before_the_own_order() -> None:
     owners = {name: record(name) for name in ("anna", "bert", "cleo")}
-    assert choose(owners) == "anna"
-    assert choose(owners, trust={"cleo": 0.9}) == "cleo"
+    assert choose(owners) in owners
+    for favourite in owners:
+        assert choose(owners, trust={favourite: 0.9}) == favourite
     followed = {**owners, "f1": record("cleo"), "f2": record("cleo"), "f3": record("anna")}
     assert choose(followed, trust={"cleo": 0.9}) == "bert"
     # This node's own record does not count as a follower: it is about to choose.
-    assert choose({**owners, "me": record("anna")}) == "anna"
+    assert choose({**owners, "me": record(choose(owners))}) == choose(owners)
+
+
+def test_followers_that_do_not_see_each_other_spread_over_equal_owners() -> None:
+    owners = {name: record(name) for name in ("anna", "bert", "cleo")}
+    backwards = dict(reversed(owners.items()))
+    chosen = Counter()
+    for number in range(300):
+        me = f"follower {number}"
+        chosen[choose(owners, me=me)] += 1
+        assert choose(backwards, me=me) == choose(owners, me=me)
+    assert all(70 <= chosen[name] <= 130 for name in owners), chosen  # 100 +- 3.7 standard deviations
 
 
 def test_the_configured_owner_is_waited_for() -> None:
@@ -65,5 +79,9 @@ def test_the_configured_owner_is_waited_for() -> None:
 def test_an_owner_given_up_is_the_last_resort_and_one_in_quarantine_is_none() -> None:
     owners = {name: record(name) for name in ("anna", "bert")}
     assert choose(owners, avoided={"anna"}) == "bert"
-    assert choose(owners, avoided={"anna", "bert"}) == "anna"
+    assert choose(owners, avoided={"anna", "bert"}) == choose(owners)
+    assert (
+        choose(owners, trust={"anna": 0.0}) == choose(owners, trust={"anna": 0.0}, avoided={"bert"}) == "bert"
+    )
     assert choose(owners, trust={"anna": 0.0, "bert": 0.0}) is None
+    assert choose(owners, wanted="anna", trust={"anna": 0.0}) is None  # neither when it is configured

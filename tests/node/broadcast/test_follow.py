@@ -212,6 +212,63 @@ def test_adapters_travel_like_weights(tmp_path):
     run_virtual(main())
 
 
+def test_followers_go_on_over_a_version_that_is_an_anchor_only(tmp_path):
+    async def main() -> None:
+        swarm = Swarm(tmp_path, 2)
+        async with running(swarm) as (owner, follower):
+            weights, merged = Weights(SHAPES), Weights(SHAPES, share=1.0, seed=5)
+            publisher = owner.publisher(weights.base, anchor_every=100)
+            follower.follow(weights.base)
+            digests = await publish(publisher, weights, range(6))
+            await follower.until(5)
+            weights.state = merged.state
+            link = await publisher.publish(6, weights.state, anchor=True)
+            digests[6] = link.result
+            await follower.until(6)
+            owner = await swarm.restarted(owner)
+            publisher = owner.publisher(weights.base, anchor_every=100)
+            version, bits = publisher.restore()
+            assert (version, weights_digest(bits)) == (6, digests[6])
+            newcomer = swarm.add(2)
+            await newcomer.transport.start()
+            newcomer.follow(weights.base)
+            digests |= await publish(publisher, weights, range(7, 8))
+            for each in (follower, newcomer):
+                await each.until(7)
+                assert dict(each.reached).items() <= digests.items()
+                assert weights_digest(each.bits) == digests[7]
+                assert not each.failures
+                assert not each.notices
+            chain = owner.chains.of(owner.peer_id, BASE_MODEL)
+            kinds = [(link.policy_version, link.kind) for link in links_of(owner)[-2:]]
+            assert kinds == [(6, LinkKind.ANCHOR), (7, LinkKind.DELTA)]
+            assert chain.head.base_version == 6
+
+    run_virtual(main())
+
+
+def test_who_was_away_while_an_anchor_only_came_goes_on_by_it(tmp_path):
+    async def main() -> None:
+        swarm = Swarm(tmp_path, 2)
+        async with running(swarm) as (owner, follower):
+            weights = Weights(SHAPES)
+            publisher = owner.publisher(weights.base, anchor_every=100)
+            follower.follow(weights.base)
+            await publish(publisher, weights, range(6))
+            await follower.until(5)
+            swarm.network.partition([[owner.peer_id]])
+            weights.state = Weights(SHAPES, seed=5).state
+            await publisher.publish(6, weights.state, anchor=True)
+            digests = await publish(publisher, weights, range(7, 8))
+            swarm.network.heal()
+            await follower.until(7)
+            assert [version for version, _ in follower.reached][-2:] == [5, 7]
+            assert weights_digest(follower.bits) == digests[7]
+            assert not follower.failures
+
+    run_virtual(main())
+
+
 # --- restarts and absences ---
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from node.broadcast.apply import apply_link
 from node.broadcast.bf16 import to_bits
 from node.broadcast.chain import Chain
 from node.clock import VirtualClock, run_virtual
@@ -65,36 +66,99 @@ def test_versions_are_deltas_and_every_few_also_anchors(tmp_path):
     run_virtual(main())
 
 
-def test_versions_that_wait_give_way_to_the_newest(tmp_path):
+def test_publications_at_the_same_time_take_turns(tmp_path):
     async def main() -> None:
         owner, weights = owner_in(tmp_path), Weights(SHAPES)
-        owner.compute = InlineCompute({"broadcast": 1.0})
+        owner.compute = InlineCompute({"broadcast": 1.0, "disk": 1.0})
         publisher = owner.publisher(weights.base, anchor_every=100)
-        publisher.restore()
-        publishing = [asyncio.create_task(publisher.publish(version, weights.step())) for version in range(5)]
-        links = await asyncio.gather(*publishing)
-        assert [link.policy_version for link in links] == [0, 4, 4, 4, 4]
-        assert names(links_of(owner)) == ["a0", "d4"]
-        assert links_of(owner)[1].base_version == 0
+        outcome = await asyncio.gather(
+            publisher.publish(0, weights.step()),
+            publisher.publish(2, weights.step()),
+            publisher.publish(1, weights.step()),
+            publisher.contribute(),
+            return_exceptions=True,
+        )
+        assert names([outcome[0], outcome[1]]) == ["a0", "d2"]
+        assert isinstance(outcome[2], LocalProtocolError)
+        assert names([outcome[3]]) == ["a2"]
+        assert names(links_of(owner)) == ["a0", "d2", "a2"]
 
     run_virtual(main())
 
 
-def test_who_waited_for_a_version_that_fails_publishes_its_own(tmp_path):
+def test_a_version_may_be_an_anchor_only(tmp_path):
     async def main() -> None:
         owner, weights = owner_in(tmp_path), Weights(SHAPES)
-        owner.compute = InlineCompute({"broadcast": 1.0})
         publisher = owner.publisher(weights.base, anchor_every=100)
-        publisher.restore()
-        states = [weights.step() for _ in range(3)]
-        states[2]["b"][7] = float("nan")
-        outcome = await asyncio.gather(
-            *(publisher.publish(version, state) for version, state in enumerate(states)),
-            return_exceptions=True,
+        for version in range(3):
+            await publisher.publish(version, weights.step())
+        weights.state = Weights(SHAPES, seed=1).state
+        link = await publisher.publish(3, weights.state, anchor=True)
+        assert (link.kind, link.base) == (LinkKind.ANCHOR, publisher.base_digest)
+        assert link.result == weights_digest(to_bits(weights.state))
+        # killed right after it
+        again = owner_in(tmp_path)
+        publisher = again.publisher(weights.base, anchor_every=100)
+        version, bits = publisher.restore()
+        assert (version, weights_digest(bits)) == (3, link.result)
+        link = await publisher.publish(5, weights.step())
+        assert (link.kind, link.base_version) == (LinkKind.DELTA, 3)
+        assert names(links_of(again)) == ["a0", "d1", "d2", "a3", "d5"]
+        assert owner_in(tmp_path).publisher(weights.base).restore()[0] == 5
+
+    run_virtual(main())
+
+
+# --- what a merge is given ---
+
+
+def test_a_contribution_is_the_anchor_of_the_newest_version(tmp_path):
+    async def main() -> None:
+        owner, weights = owner_in(tmp_path), Weights(SHAPES)
+        publisher = owner.publisher(weights.base, anchor_every=3)
+        assert await publisher.contribute() is None
+        for version in range(3):
+            await publisher.publish(version, weights.step())
+        signed = await publisher.contribute()
+        link = open_link(signed, SWARM)
+        assert (link.kind, link.policy_version, link.result) == (
+            LinkKind.ANCHOR,
+            2,
+            weights_digest(to_bits(weights.state)),
         )
-        assert isinstance(outcome[2], LocalProtocolError)
+        stored = owner.store.get(link.blob.root)
+        assert stored.complete
+        assert weights_digest(apply_link(link, stored.data(), None, weights.base)) == link.result
+        assert names(links_of(owner)) == ["a0", "d1", "d2", "a2"]
+        assert await publisher.contribute() == signed  # made once
+        for version in range(3, 6):
+            await publisher.publish(version, weights.step())
+        assert names(links_of(owner)) == ["a2", "d3", "d4", "d5", "a5"]  # three after the contribution
+        assert names([await publisher.contribute()]) == ["a5"]
+        assert names(links_of(owner)) == ["a2", "d3", "d4", "d5", "a5"]
+
+    run_virtual(main())
+
+
+def test_no_contribution_without_the_weights_of_the_head_or_room_for_it(tmp_path, monkeypatch):
+    async def main() -> None:
+        weights = Weights(SHAPES)
+        owner = owner_in(tmp_path)
+        publisher = owner.publisher(weights.base)
+        for version in range(2):
+            link = await publisher.publish(version, weights.step())
+        with monkeypatch.context() as patched:
+            patched.setattr(owner.store, "add", no_room)
+            with pytest.raises(OurFault, match="no room"):
+                await publisher.contribute()
         assert names(links_of(owner)) == ["a0", "d1"]
-        assert outcome[1].policy_version == 1
+        for path in (tmp_path / "0" / "weights").glob(f"{link.blob.root}.*"):
+            path.unlink()
+        publisher = owner_in(tmp_path).publisher(weights.base)
+        assert publisher.restore() is None
+        assert await publisher.contribute() is None
+        await publisher.publish(2, weights.step())
+        assert names([await publisher.contribute()]) == ["a2"]
 
     run_virtual(main())
 
@@ -201,7 +265,7 @@ def no_room(*_: object) -> None:
 
 
 def has(owner: Member, version: int) -> bool:
-    return chain_of(owner).result_of(version) is not None
+    return any(link.policy_version == version for link in links_of(owner))
 
 
 # --- restarts ---
@@ -320,7 +384,8 @@ def test_a_kill_at_any_point_costs_the_version_in_work_at_most(tmp_path, monkeyp
 
 
 @pytest.mark.slow
-def test_a_publication_cancelled_at_any_turn_leaves_one_chain(tmp_path):
+@pytest.mark.parametrize("contributes", [False, True])
+def test_what_is_cancelled_at_any_turn_leaves_one_chain(tmp_path, contributes):
     async def main(turns: int) -> None:
         folder = tmp_path / f"{turns}"
         owner, weights = owner_in(folder), Weights(SHAPES)
@@ -328,7 +393,8 @@ def test_a_publication_cancelled_at_any_turn_leaves_one_chain(tmp_path):
         publisher = owner.publisher(weights.base, anchor_every=2)
         for version in range(2):
             await publisher.publish(version, weights.step())
-        publishing = asyncio.create_task(publisher.publish(2, weights.step()))
+        work = publisher.contribute() if contributes else publisher.publish(2, weights.step())
+        publishing = asyncio.create_task(work)
         await asyncio.sleep(0.05 + 0.1 * turns)
         publishing.cancel()
         await asyncio.gather(publishing, return_exceptions=True)

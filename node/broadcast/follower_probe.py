@@ -1,0 +1,80 @@
+"""Does a follower's engine compute with the weights that were tracked? (D7)
+
+A follower has no trainer to compare with. Its reference is a second engine: the embedded one, which copies
+tensors by name, on the CPU in float32, with the weights that were verified against their owner's hash. Only
+an engine that asks for it is probed (`Engine.probe_each`: packed weights in another process), at the first
+version and at every PROBE_EVERY-th after it: the reference takes 4 bytes a parameter from then on, and a pass
+on the CPU takes seconds for a large policy. A probe that failed loads everything anew; when that does not
+help, the engine computes with weights that nobody meant, and `failure` says so: what it generates must not be
+shared. Not for a node that trains (`engine.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import Tensor
+
+from node.rollout.adapter import AdapterSpec
+from node.rollout.engine.base import Engine
+from node.rollout.engine.parity import ParityError, ParityProbe, probe_sequences
+from node.rollout.engine.transformers import TransformersEngine
+from node.rollout.policy import Policy
+
+__all__ = ["FollowerProbe"]
+
+PROBE_EVERY = 8
+PROBE_PROMPTS = 4
+PROBE_TOKENS = 24
+
+
+class FollowerProbe:
+    """Gives `engine` new weights and probes it. `prompt(number)` gives real ones, and may block."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        policy: Policy,
+        adapter: AdapterSpec | None,
+        *,
+        prompt: Callable[[int], str],
+        tolerance: float,
+    ) -> None:
+        self._engine = engine
+        self._policy = policy
+        self._adapter = adapter
+        self._prompt = prompt
+        self._tolerance = tolerance
+        self._versions = 0
+        """How many an engine that asks to be probed was given."""
+        self._made: tuple[TransformersEngine, ParityProbe] | None = None
+        self.failure = ""
+        """Why nothing must be shared, once the engine has failed its probe for good."""
+
+    def update(self, weights: Mapping[str, Tensor], policy_version: int) -> bool:
+        """These weights into the engine; whether all had to be loaded anew. Blocking. Raises EngineError,
+        ParityError (once, then `failure` is set) for an engine that can go on, but wrongly."""
+        due = self._engine.probe_each and not self.failure and self._versions % PROBE_EVERY == 0
+        self._versions += self._engine.probe_each
+        if not due:
+            self._engine.update(weights, policy_version)
+            return False
+        reference, probe = self._made = self._made or self._make()
+        reference.update(weights, policy_version)
+        try:
+            expected = reference.logprobs(probe.sequences)
+            return probe.update(self._engine, weights, policy_version, expected)[1]
+        except ParityError as error:
+            self.failure = str(error)
+            raise
+
+    def _make(self) -> tuple[TransformersEngine, ParityProbe]:
+        room = self._engine.context - PROBE_TOKENS
+        texts: Sequence[str] = [self._prompt(number) for number in range(PROBE_PROMPTS)]
+        sequences = probe_sequences(
+            [self._policy.encode_prompt(text)[:room] for text in texts], self._policy.vocab_size, PROBE_TOKENS
+        )
+        return (
+            TransformersEngine(self._policy, adapter=self._adapter),
+            ParityProbe(tuple(sequences), self._tolerance),
+        )
