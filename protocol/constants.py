@@ -43,6 +43,12 @@ MAX_CHUNKS = 16_384
 MAX_CHAIN_LINKS = 1024
 """Links from an anchor to the head of a chain. Changing breaks: longer chains are refused."""
 
+MAX_CONTRIBUTIONS = 64
+"""Authors in one merge. Changing breaks: nodes with another number merge other weights."""
+
+MAX_REMOVED_TAGS = 32
+"""Contributions that one removal names. Changing breaks: longer removals are refused."""
+
 MAX_CLOCK_SKEW_MS = 60_000
 """How far `created_at` may lie in the future. Changing breaks: agreement on what is fresh."""
 

@@ -22,7 +22,9 @@ from protocol.constants import (
     MAX_CHAIN_LINKS,
     MAX_CHUNK_BYTES,
     MAX_CHUNKS,
+    MAX_CONTRIBUTIONS,
     MAX_GROUP_ROLLOUTS,
+    MAX_REMOVED_TAGS,
     MAX_ROLLOUT_TOKENS,
     MAX_TEXT_CHARS,
     MAX_WEIGHTS_BYTES,
@@ -47,6 +49,9 @@ __all__ = [
     "HelloReply",
     "Lineage",
     "LinkKind",
+    "MergeRemoval",
+    "MergeReply",
+    "MergeRequest",
     "Millis",
     "Name",
     "PeerId",
@@ -59,6 +64,7 @@ __all__ = [
     "RolloutGroup",
     "Sampling",
     "SignedLink",
+    "SignedRemoval",
     "TokenizerSpec",
     "Uint",
     "VerificationRules",
@@ -236,8 +242,8 @@ class ChunkedBlob(Record, frozen=True):
 
 
 class LinkKind(StrEnum):
-    """What a link's delta starts from: weights that whoever follows has already (the base model, or what a
-    merge made), or the version that was published before."""
+    """What a link's delta starts from: weights that whoever follows has already, the base model's, or the
+    version that was published before."""
 
     ANCHOR = "anchor"
     DELTA = "delta"
@@ -298,6 +304,51 @@ class ChunksReply(Record, frozen=True):
 
     hashes: Annotated[bytes, Meta(max_length=32 * MAX_CHUNKS)]
     have: Annotated[bytes, Meta(max_length=MAX_CHUNKS // 8)]
+
+
+# --- broadcast: trainer <-> trainer -------------------------------------------------------------------------
+
+
+class MergeRemoval(Record, frozen=True):
+    """author -> everybody: these contributions of mine count no more. Names all that its author has added on
+    this base, so that no older one comes back where the newest has not arrived."""
+
+    author: PeerId
+    base: Digest
+    tags: Annotated[tuple[Digest, ...], Meta(min_length=1, max_length=MAX_REMOVED_TAGS)]
+    created_at: Millis
+
+
+class SignedRemoval(Record, frozen=True):
+    """A removal as its author signed it. `removal` holds a canonical MergeRemoval."""
+
+    removal: Annotated[bytes, Meta(max_length=4096)]
+    signature: Annotated[bytes, Meta(min_length=64, max_length=64)]
+
+
+class MergeRequest(Record, frozen=True):
+    """trainer -> trainer of the same base model: all that you hold, unless your set is `held`, the asker's
+    own, or `taken`, the one that the asker took from here last; its own is another one where it does not
+    admit every author."""
+
+    base_model: Digest
+    base: Digest
+    """Hash of the weights that all contributions start from."""
+    rule: Digest
+    held: Digest
+    taken: Digest
+
+
+class MergeReply(Record, frozen=True):
+    """The answer: how many SignedLinks and, after them, SignedRemovals follow, one a frame. None where `base`
+    or `rule` differ from those of the request."""
+
+    base: Digest
+    rule: Digest
+    held: Digest
+    """Names the answering set: all that it holds."""
+    links: Annotated[int, Meta(ge=0, le=MAX_CONTRIBUTIONS)]
+    removals: Annotated[int, Meta(ge=0, le=MAX_CONTRIBUTIONS)]
 
 
 # --- network: node <-> node ---------------------------------------------------------------------------------

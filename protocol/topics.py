@@ -21,6 +21,7 @@ __all__ = [
     "CHARTER_PROTOCOL",
     "CHUNKS_PROTOCOL",
     "HELLO_PROTOCOL",
+    "MERGE_PROTOCOL",
     "RECONCILE_PROTOCOL",
     "RecordKey",
     "RecordKind",
@@ -41,6 +42,8 @@ CHUNKS_PROTOCOL = f"/{_NAME}/{PROTOCOL_VERSION}/chunks"
 HELLO_PROTOCOL = f"/{_NAME}/hello"
 """Handshake: preambles (`protocol/preamble.py`), then Hello, HelloReply. The one name without a version, so
 that two versions can tell each other."""
+MERGE_PROTOCOL = f"/{_NAME}/{PROTOCOL_VERSION}/merge"
+"""Contributions to a merge: MergeRequest, MergeReply, SignedLinks, SignedRemovals."""
 RECONCILE_PROTOCOL = f"/{_NAME}/{PROTOCOL_VERSION}/reconcile"
 """Repair of lossy gossip: ReconcileRequest, ReconcileReply, envelopes."""
 

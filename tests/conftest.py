@@ -91,6 +91,14 @@ def compiled_delta() -> None:
 
 
 @pytest.fixture(scope="session")
+def compiled_merge(compiled_delta: None) -> None:
+    """As `compiled_delta`, with the loops of `node.broadcast.merge`."""
+    from node.broadcast.merge import warm_up
+
+    warm_up()
+
+
+@pytest.fixture(scope="session")
 def tiny_policy_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of the tiny policy."""
     return write_tiny_policy(tmp_path_factory.mktemp("policies") / "tiny")

@@ -35,10 +35,12 @@ from node.broadcast import _merge_kernels as kernels
 from node.broadcast._merge_kernels import F64, U16, VALUES
 from node.broadcast.bf16 import all_finite
 from node.broadcast.merge_set import Contribution
+from protocol._delta_layout import read_only
+from protocol.codec import digest, framed
 from protocol.errors import LocalProtocolError
 from protocol.messages import Digest, PeerId
 
-__all__ = ["Dropped", "MergeRule", "Merged", "Strategy", "Used", "fedbuff_weight", "resolve"]
+__all__ = ["Dropped", "MergeRule", "Merged", "Strategy", "Used", "fedbuff_weight", "resolve", "warm_up"]
 
 Bits = Mapping[str, U16]
 
@@ -86,6 +88,20 @@ class MergeRule:
         for name, fits in bounds.items():
             if not fits:
                 raise LocalProtocolError(f"merge rule with {name} = {getattr(self, name)} is out of range")
+
+    def digest(self) -> Digest:
+        """Equal for equal rules only: nodes compare it before they take each other's contributions."""
+        values = [
+            self.strategy.value,
+            self.window_ms,
+            self.max_age_windows,
+            float(self.norm_limit),
+            float(self.trim),
+            float(self.clip_radius),
+            self.clip_rounds,
+            self.min_contributions,
+        ]
+        return digest(framed("merge-rule", *(repr(value).encode() for value in values)))
 
 
 @dataclass(frozen=True)
@@ -160,6 +176,17 @@ def resolve(base: Bits, contributions: Sequence[tuple[Contribution, Bits]], rule
 def fedbuff_weight(age_windows: int) -> float:
     """s(tau) = (1 + tau)^-1/2. Square root and division are rounded alike everywhere; a power is not."""
     return 1.0 / math.sqrt(1 + age_windows)
+
+
+def warm_up() -> None:
+    """Compile the loops over weights, or read them compiled from numba's cache. For a moment when nobody
+    waits; else the first merge takes 2 s longer."""
+    bits, change = _flat(np.zeros(1, np.uint16)), np.zeros(1)
+    kernels.add_squares(0.0, bits, bits, 1.0, change, VALUES)
+    kernels.accumulate(change, bits, bits, 1.0, VALUES)
+    kernels.difference(change, bits, bits, 1.0, VALUES)
+    kernels.trimmed_mean(np.zeros((1, 1)), 0, change)
+    kernels.rounded(bits, change, VALUES, np.zeros(1, np.uint16))
 
 
 # --- guards -------------------------------------------------------------------------------------------------
@@ -320,7 +347,7 @@ def _pieces(base: Bits, names: Sequence[str], taken: Sequence[_Taken]) -> Iterat
 def _flat(array: U16) -> U16:
     if not array.flags.c_contiguous:
         raise LocalProtocolError("weights in a merge must be contiguous arrays")
-    return array.reshape(-1)
+    return read_only(array.reshape(-1))  # the loops are compiled for each kind of array: show them one
 
 
 def _lower_median(values: Sequence[float]) -> float:

@@ -5,8 +5,8 @@
 A one-sided Student bound on the mean of the paired differences. Why not a bootstrap: it needs a generator,
 and resampling few prompts makes its bound too high, the wrong side to err on. The bound is the usual
 approximation where rewards are not normal; with MIN_PROMPTS or more, at a nominal 5 %, no more than about 6 %
-of harmless or slightly harmful merges of 0/1 rewards pass by luck (tests). Every node judges for itself, with
-its own prompts.
+of harmless or slightly harmful merges of 0/1 rewards pass by luck (tests). Every node judges for itself, by
+how much its own policy gains. Not for the probe nor for what follows from it (`adopt.py`).
 """
 
 from __future__ import annotations

@@ -19,54 +19,42 @@ future) is decided before `add`; in an open swarm keys cost nothing: `max_author
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated
-
-from msgspec import Meta
 
 from protocol.codec import decode, encode, framed
+from protocol.constants import MAX_CONTRIBUTIONS, MAX_REMOVED_TAGS
 from protocol.errors import LocalProtocolError, RemoteProtocolError, SignatureError
 from protocol.identity import Identity, verify
 from protocol.links import open_link
-from protocol.messages import Digest, LinkKind, Millis, PeerId, Record, SignedLink, WeightsLink
+from protocol.messages import (
+    Digest,
+    LinkKind,
+    MergeRemoval,
+    PeerId,
+    SignedLink,
+    SignedRemoval,
+    WeightsLink,
+)
 
 __all__ = [
-    "MAX_CONTRIBUTIONS",
+    "MAX_SIGNED_REMOVAL_BYTES",
     "Contribution",
     "MergeError",
-    "MergeRemoval",
     "MergeSet",
-    "SignedRemoval",
+    "decode_removal",
     "open_removal",
+    "set_digest",
     "sign_removal",
 ]
 
-MAX_CONTRIBUTIONS = 64
-"""Authors in one set. Changing breaks: nodes with another number merge other weights."""
-MAX_REMOVED_TAGS = 32
-"""Tags that one removal names. Changing breaks: longer removals are refused."""
 MAX_REMOVAL_BYTES = 4096
+MAX_SIGNED_REMOVAL_BYTES = MAX_REMOVAL_BYTES + 128
+"""A SignedRemoval on a stream."""
 
 
 class MergeError(RemoteProtocolError):
     """A contribution or removal that does not belong into this set."""
-
-
-class MergeRemoval(Record, frozen=True):
-    """author -> everybody: these contributions of mine count no more. Names all that its author has added on
-    this base, so that no older one comes back where the newest has not arrived."""
-
-    author: PeerId
-    base: Digest
-    tags: Annotated[tuple[Digest, ...], Meta(min_length=1, max_length=MAX_REMOVED_TAGS)]
-    created_at: Millis
-
-
-class SignedRemoval(Record, frozen=True):
-    """A removal as its author signed it. `removal` holds a canonical MergeRemoval."""
-
-    removal: Annotated[bytes, Meta(max_length=MAX_REMOVAL_BYTES)]
-    signature: Annotated[bytes, Meta(min_length=64, max_length=64)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +92,10 @@ class MergeSet:
     def __init__(
         self, swarm_id: Digest, base_model: Digest, base: Digest, *, max_authors: int = MAX_CONTRIBUTIONS
     ) -> None:
-        """`base`: `weights_digest` of the weights that all start from: the base model's, or the last
-        merge's."""
+        """`base`: `weights_digest` of the weights that all start from, the base model's: everybody has them,
+        also who missed a merge, refused one or joined later."""
         self._swarm_id = swarm_id
-        self._base_model = base_model
+        self.base_model = base_model
         self.base = base
         self._max_authors = max_authors
         self._added: dict[PeerId, Contribution] = {}
@@ -130,8 +118,14 @@ class MergeSet:
 
     def digest(self) -> Digest:
         """Names the visible set: nodes that have the same one merge the same weights."""
-        tags = [bytes.fromhex(each.tag) for each in self.visible()]
-        return hashlib.sha256(framed("merge-set", bytes.fromhex(self.base), *tags)).hexdigest()
+        return set_digest(self.base, self.visible())
+
+    def held_digest(self) -> Digest:
+        """Names all that is in the set, removed or not, as it is sent to others."""
+        held = [part for each in self.links() for part in (each.link, each.signature)]
+        gone = [part for each in self.removals() for part in (each.removal, each.signature)]
+        fields = (bytes.fromhex(self.base), len(held).to_bytes(4, "big"), *held, *gone)
+        return hashlib.sha256(framed("merge-held", *fields)).hexdigest()
 
     def links(self) -> list[SignedLink]:
         """All additions, for other nodes; removed ones too, since they keep older ones away."""
@@ -152,10 +146,10 @@ class MergeSet:
         author = link.lineage.owner
         if link.kind is not LinkKind.ANCHOR:
             raise MergeError(f"{author} contributes a {link.kind.value}, not an anchor", reason="merge_kind")
-        if (link.lineage.base_model, link.base) != (self._base_model, self.base):
+        if (link.lineage.base_model, link.base) != (self.base_model, self.base):
             raise MergeError(
                 f"{author} contributes on {link.base[:12]} of model {link.lineage.base_model[:12]}, not on "
-                f"{self.base[:12]} of {self._base_model[:12]}",
+                f"{self.base[:12]} of {self.base_model[:12]}",
                 reason="merge_base",
             )
         return self._take_added(Contribution(_tag(signed), signed, link))
@@ -176,7 +170,7 @@ class MergeSet:
     def join(self, other: MergeSet) -> bool:
         """Take in all that another set of this base holds; whether anything changed. Raises
         LocalProtocolError for a set of another base."""
-        mine, theirs = ((each._swarm_id, each._base_model, each.base) for each in (self, other))
+        mine, theirs = ((each._swarm_id, each.base_model, each.base) for each in (self, other))
         if mine != theirs:
             raise LocalProtocolError(f"merge sets of different bases, {self.base[:12]} and {other.base[:12]}")
         added = [self._take_added(each) for each in tuple(other._added.values())]
@@ -185,11 +179,13 @@ class MergeSet:
 
     def removal(self, identity: Identity, created_at: int) -> SignedRemoval | None:
         """What takes this node's own contributions away, those that an earlier removal named among them. None
-        when nothing of it is here. `created_at` is later than that of its last removal."""
+        when nothing of it is here. Dated after its last removal, whatever the clock says."""
         own = self._added.get(identity.peer_id)
         if own is None or self._is_removed(own):
             return None
         before = self._removed.get(identity.peer_id)
+        if before is not None:
+            created_at = max(created_at, before.removal.created_at + 1)
         tags = [own.tag, *(before.removal.tags if before is not None else ())][:MAX_REMOVED_TAGS]
         removal = MergeRemoval(
             author=identity.peer_id, base=self.base, tags=tuple(tags), created_at=created_at
@@ -229,7 +225,13 @@ class MergeSet:
         return removed is not None and added.tag in removed.removal.tags
 
     def _content(self) -> tuple[object, ...]:
-        return self._swarm_id, self._base_model, self.base, self._max_authors, self._added, self._removed
+        return self._swarm_id, self.base_model, self.base, self._max_authors, self._added, self._removed
+
+
+def set_digest(base: Digest, contributions: Iterable[Contribution]) -> Digest:
+    """Names these contributions, whatever their order: `MergeSet.digest` for a part of a set."""
+    tags = sorted(bytes.fromhex(each.tag) for each in contributions)
+    return hashlib.sha256(framed("merge-set", bytes.fromhex(base), *tags)).hexdigest()
 
 
 def sign_removal(identity: Identity, swarm_id: Digest, removal: MergeRemoval) -> SignedRemoval:
@@ -240,10 +242,15 @@ def sign_removal(identity: Identity, swarm_id: Digest, removal: MergeRemoval) ->
     return SignedRemoval(removal=payload, signature=identity.sign(_signed(swarm_id, payload)))
 
 
+def decode_removal(signed: SignedRemoval) -> MergeRemoval:
+    """The removal inside, whoever signed it. Raises DecodeError."""
+    return decode(signed.removal, MergeRemoval, max_bytes=MAX_REMOVAL_BYTES)
+
+
 def open_removal(signed: SignedRemoval, swarm_id: Digest) -> MergeRemoval:
     """The removal inside. Raises DecodeError for what is none, SignatureError when its author did not sign it
     for this swarm."""
-    removal = decode(signed.removal, MergeRemoval, max_bytes=MAX_REMOVAL_BYTES)
+    removal = decode_removal(signed)
     if not verify(removal.author, _signed(swarm_id, signed.removal), signed.signature):
         raise SignatureError(f"{removal.author} did not sign this removal", reason="merge_signature")
     return removal

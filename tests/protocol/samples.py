@@ -7,6 +7,7 @@ import struct
 
 from protocol import charter as charters
 from protocol import messages as m
+from protocol.codec import encode
 from protocol.envelope import seal
 from protocol.identity import Identity
 from protocol.links import sign_link
@@ -94,6 +95,7 @@ LINK = m.WeightsLink(
     blob=BLOB,
     created_at=NOW_MS,
 )
+REMOVAL = m.MergeRemoval(IDENTITY.peer_id, base="1" * 64, tags=("8" * 64, "9" * 64), created_at=NOW_MS)
 RECORDS: tuple[m.Record, ...] = (
     CHARTER,
     GROUP,
@@ -111,6 +113,10 @@ RECORDS: tuple[m.Record, ...] = (
     m.ChainReply(2),
     m.ChunksRequest("f" * 64),
     m.ChunksReply(bytes(7 * 32), b"\x15"),
+    REMOVAL,
+    m.SignedRemoval(encode(REMOVAL), bytes(64)),
+    m.MergeRequest(base_model="a" * 64, base="1" * 64, rule="3" * 64, held="4" * 64, taken="5" * 64),
+    m.MergeReply(base="1" * 64, rule="3" * 64, held="6" * 64, links=2, removals=1),
 )
 
 

@@ -7,8 +7,9 @@ import itertools
 import math
 import tracemalloc
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -66,8 +67,9 @@ def merged(base: list[float], *others: list[float], rule: MergeRule = RULE) -> M
 def compiled() -> None:
     """The loops, compiled before the first test: numba reads its own cache with an unpickler, which tests
     forbid."""
-    for strategy in ALL:
-        merged([0.0], [1.0], [2.0], rule=replace(RULE, strategy=strategy))
+    merge.warm_up()
+    out = np.zeros(1, np.uint16)
+    kernels.rounded(out, np.zeros(1), VALUES, out)  # tests call it with arrays that may be written
 
 
 # --- bf16 ---------------------------------------------------------------------------------------------------
@@ -307,6 +309,71 @@ def test_ties_in_memory_do_not_change_the_result() -> None:
     assert resolve(tied, others, RULE).used == resolve(apart, others, RULE).used
 
 
+# --- from another base --------------------------------------------------------------------------------------
+
+
+def steps(bits: U16) -> np.ndarray:
+    """bf16 patterns as whole numbers in the order of their values, both zeros alike."""
+    size = (bits & 0x7FFF).astype(np.int32)
+    return np.where(bits >> 15 == 1, -size, size)
+
+
+@pytest.mark.parametrize("strategy", [Strategy.MEAN, Strategy.TRIMMED])
+def test_it_does_not_matter_whether_a_merge_starts_from_the_base_or_from_the_last_merge(
+    strategy: Strategy,
+) -> None:
+    """Both are translation invariant, so that nothing need be rebased once a merge was adopted; what is left
+    is double precision, which shows where a weight is all but half-way between two patterns."""
+    rule = replace(RULE, strategy=strategy, norm_limit=1e9)
+    first = resolve(START, OTHERS, rule).bits
+    assert first is not None
+    later = [(by(k, window=3 * (k % 3)), sample(20 + k, first)) for k in range(5)]
+    from_base, from_last = (resolve(start, later, rule) for start in (START, first))
+    assert all(each.scale == 1 for made in (from_base, from_last) for each in made.used)
+    assert from_base.bits is not None
+    assert from_last.bits is not None
+    apart = [np.abs(steps(from_base.bits[name]) - steps(from_last.bits[name])) for name in SHAPES]
+    moved = [np.abs(steps(from_base.bits[name]) - steps(START[name])) for name in SHAPES]
+    assert max(each.max() for each in apart) <= 1
+    assert np.mean(np.concatenate([each.ravel() for each in apart])) < 0.01
+    assert np.mean(np.concatenate([each.ravel() for each in moved])) > 3
+
+
+# --- where the weights lie ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ALL)
+def test_weights_that_may_not_be_written_or_lie_in_files_give_the_same_bytes(
+    strategy: Strategy, tmp_path: Path
+) -> None:
+    def filed(name: str, weights: Bits) -> Bits:
+        mapped = {}
+        for tensor, array in weights.items():
+            array.tofile(tmp_path / f"{name}{tensor}")
+            mapped[tensor] = np.memmap(tmp_path / f"{name}{tensor}", np.uint16, "r", shape=array.shape)
+        return mapped
+
+    rule = replace(RULE, strategy=strategy)
+    compiled = len(kernels.accumulate.signatures)
+    others = [(contribution, filed(contribution.tag, each)) for contribution, each in OTHERS]
+    made = resolve(filed("base", START), others, rule)
+    assert made.bits is not None
+    assert weights_digest(made.bits) == GOLDEN[strategy]
+    assert all(array.flags.writeable for array in made.bits.values())
+    assert len(kernels.accumulate.signatures) == compiled  # no loop is compiled for files once more
+
+
+def test_warming_up_compiles_all_loops() -> None:
+    loops = ("add_squares", "accumulate", "difference", "trimmed_mean", "rounded")
+    before = {name: list(getattr(kernels, name).signatures) for name in loops}
+    for strategy in ALL:
+        result(replace(RULE, strategy=strategy))
+    assert {name: list(getattr(kernels, name).signatures) for name in loops} == before
+
+
+# --- memory -------------------------------------------------------------------------------------------------
+
+
 def test_memory_is_a_few_pieces_beside_the_result() -> None:
     size = 1 << 20
     start = {"w": np.full(size, 0x3F80, np.uint16)}
@@ -410,6 +477,27 @@ def test_what_our_side_may_not_do() -> None:
 def test_rules_have_bounds(changed: dict[str, float]) -> None:
     with pytest.raises(LocalProtocolError, match=next(iter(changed))):
         replace(RULE, **changed)  # type: ignore[arg-type]
+
+
+OTHER_VALUES = {
+    "strategy": Strategy.TRIMMED,
+    "window_ms": 1001,
+    "max_age_windows": 63,
+    "norm_limit": 3.5,
+    "trim": 0.25,
+    "clip_radius": 2.0,
+    "clip_rounds": 4,
+    "min_contributions": 3,
+}
+
+
+def test_equal_rules_have_equal_digests_and_no_others() -> None:
+    assert OTHER_VALUES.keys() == {field.name for field in fields(MergeRule)}
+    rules = [RULE, *(replace(RULE, **{name: value}) for name, value in OTHER_VALUES.items())]
+    assert len({rule.digest() for rule in rules}) == len(rules)
+    assert MergeRule(window_ms=1000, norm_limit=3).digest() == RULE.digest()
+    golden = "ee71fbecf77e260b749b0e8697a160754903f922806b3134df1f7a6868cf67c9"
+    assert RULE.digest() == golden  # changing breaks: nodes of two versions do not merge
 
 
 # --- liars --------------------------------------------------------------------------------------------------

@@ -10,18 +10,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from node.broadcast.merge_set import (
-    MAX_REMOVED_TAGS,
     MergeError,
-    MergeRemoval,
     MergeSet,
-    SignedRemoval,
     open_removal,
+    set_digest,
     sign_removal,
 )
+from protocol.constants import MAX_REMOVED_TAGS
 from protocol.errors import DecodeError, LocalProtocolError, RemoteProtocolError, SignatureError
 from protocol.identity import Identity
 from protocol.links import sign_link
-from protocol.messages import ChunkedBlob, Lineage, LinkKind, SignedLink, WeightsLink
+from protocol.messages import (
+    ChunkedBlob,
+    Lineage,
+    LinkKind,
+    MergeRemoval,
+    SignedLink,
+    SignedRemoval,
+    WeightsLink,
+)
 
 SWARM, MODEL, BASE, OTHER = "5" * 64, "1" * 64, "b" * 64, "c" * 64
 AUTHORS = [Identity.from_seed(bytes([k]) * 32) for k in range(5)]
@@ -106,6 +113,7 @@ def test_the_order_of_arrival_does_not_matter(
     one, two = of(*operations, max_authors=cap), of(*other, max_authors=cap)
     assert one == two
     assert one.digest() == two.digest()
+    assert one.held_digest() == two.held_digest()
     assert [each.tag for each in one.visible()] == [each.tag for each in two.visible()]
 
 
@@ -189,6 +197,16 @@ def test_a_node_removes_its_own() -> None:
     assert open_removal(second, SWARM).tags == (tag_of(signed(ADA, 2)), tag_of(signed(ADA, 1)))
 
 
+def test_a_removal_counts_though_the_clock_was_set_back() -> None:
+    made = of(signed(ADA, 1))
+    for version, clock in ((2, 10), (3, 4)):
+        removal = made.removal(ADA, clock)
+        assert removal is not None
+        assert made.remove(removal)
+        assert seen(made) == []
+        made.add(signed(ADA, version))
+
+
 def test_canonical_order_is_by_tag() -> None:
     made = of(*(signed(author) for author in AUTHORS))
     tags = [each.tag for each in made.visible()]
@@ -201,6 +219,23 @@ def test_the_digest_names_what_is_visible() -> None:
     assert of(link).digest() != empty().digest()
     assert of(link, removed(ADA, link)).digest() == empty().digest()
     assert MergeSet(SWARM, MODEL, OTHER).digest() != empty().digest()
+
+
+def test_the_digest_of_a_part_is_that_of_a_set_of_it() -> None:
+    ada, bob = signed(ADA, 3), signed(BOB, 3)
+    both = of(ada, bob)
+    assert set_digest(BASE, both.visible()) == set_digest(BASE, both.visible()[::-1]) == both.digest()
+    assert (
+        set_digest(BASE, [each for each in both.visible() if each.author == ADA.peer_id]) == of(ada).digest()
+    )
+
+
+def test_the_digest_of_what_is_held_tells_all_that_others_would_be_sent() -> None:
+    ada, bob = signed(ADA, 3), signed(BOB, 3)
+    sets = [of(), of(ada), of(ada, bob), of(ada, removed(ADA, ada)), of(removed(ADA, ada))]
+    sets += [of(ada, removed(ADA, ada, created_at=1)), MergeSet(SWARM, MODEL, OTHER)]
+    assert len({each.held_digest() for each in sets}) == len(sets)
+    assert of(ada, bob).held_digest() == of(bob, ada).held_digest()
 
 
 # --- bounds and refusals ------------------------------------------------------------------------------------
