@@ -26,6 +26,7 @@ __all__ = [
     "EventBus",
     "GroupJudged",
     "Health",
+    "MergeJudged",
     "NodeStarted",
     "NodeStopped",
     "Notice",
@@ -227,6 +228,9 @@ class StepDone(Event, frozen=True, kw_only=True):
     """External groups that followers generated with this node's policy."""
     staleness_followers: float = 0.0
     """Mean lag of those, in versions behind the one trained here."""
+    groups_across_merge: int = 0
+    """Own and followers' groups that a version before the last adopted merge generated: their lag counts
+    versions, and a merge is further than a step."""
     sources: tuple[SourceShare, ...]
     pool: int
     """Groups in the replay pool after the draw."""
@@ -285,6 +289,27 @@ class VersionReached(Event, frozen=True, kw_only=True):
     digest: str
     apply_s: float
     """Into the engine."""
+
+
+class MergeJudged(Event, frozen=True, kw_only=True):
+    """Weights that were merged from several trainers were probed here, and adopted or not."""
+
+    policy_version: int
+    """Of the trainer from now on: the merged weights', or a new number for its own."""
+    adopted: bool
+    prompts: int
+    """Held-out prompts that were answered with both, 0 when the engine failed at it."""
+    gain: float
+    """Mean reward with the merged weights minus that with the own ones."""
+    lower_bound: float
+    """Of that gain, at the configured confidence. Both are 0 with too few prompts to say anything."""
+    contributions: str
+    """Digest of the set that was merged."""
+    authors: tuple[str, ...]
+    """Peer ids whose weights are in it."""
+    why: str
+    """One sentence for the operator."""
+    judge_s: float
 
 
 class Evaluated(Event, frozen=True, kw_only=True):
@@ -348,6 +373,7 @@ AnyEvent = (
     | WeightsSeen
     | VersionPublished
     | VersionReached
+    | MergeJudged
     | Evaluated
     | Health
     | Notice

@@ -9,8 +9,9 @@ node shares nothing in either direction any more, and trains on alone, because i
 log-probabilities of what really sampled them, which is what importance weights need. An engine whose numbers
 are not finite is of no use, and ends the node.
 
-`alone` gives a step the device: the engine sleeps meanwhile where both do not fit. Not for deltas to peers:
-`proven` hands on the copy of the weights that they are made of (`owner.py`).
+`alone` gives a step the device: the engine sleeps meanwhile where both do not fit. `replace` gives the engine
+what the trainer got in another way than by a step, and always probes it. Not for deltas to peers: `proven`
+hands on the copy of the weights that they are made of (`owner.py`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,16 +33,28 @@ from node.rollout.policy import Policy
 from node.supervise import StageGauge
 from node.train.step import Trainer
 
-__all__ = ["EngineBroadcast"]
+__all__ = ["EngineBroadcast", "Proven"]
 
 PROBE_PROMPTS = 4
 PROBE_TOKENS = 24
 
 
+class Proven(Protocol):
+    """Takes weights that the engine computes with, to be published; must not block."""
+
+    def __call__(self, policy_version: int, state: Mapping[str, Tensor], *, anchor: bool) -> None:
+        """`anchor`: they have little in common with the version before, so no delta is worth its bytes."""
+        ...
+
+
+def _unpublished(policy_version: int, state: Mapping[str, Tensor], *, anchor: bool) -> None:
+    """For a node without followers."""
+
+
 class EngineBroadcast:
     """Keeps the engine at the trainer's weights. `prompts` gives real ones for the probe, and may block;
     `probe_every` versions an engine is probed that does not ask for more; `notice(level, text)` tells the
-    operator."""
+    operator; `proven` gets what the engine computes with."""
 
     def __init__(
         self,
@@ -55,10 +69,8 @@ class EngineBroadcast:
         compute: Compute,
         gauge: StageGauge,
         notice: Callable[[str, str], None],
-        proven: Callable[[int, Mapping[str, Tensor]], None] = lambda policy_version, state: None,
+        proven: Proven = _unpublished,
     ) -> None:
-        """`proven(version, weights)` gets what the engine computes with, to be published; it must not
-        block."""
         self._trainer = trainer
         self._engine = engine
         self._policy = policy
@@ -79,8 +91,9 @@ class EngineBroadcast:
         self.not_sharing = ""
         """Why this node must not share, once the engine has failed its probe for good."""
 
-    async def broadcast(self, policy_version: int) -> None:
-        """The trainer's weights, as this version. Raises EngineError when the engine cannot go on."""
+    async def broadcast(self, policy_version: int, *, anchor: bool = False) -> None:
+        """The trainer's weights, as this version; published as an `anchor` only, or as usual. Raises
+        EngineError when the engine cannot go on."""
         with self._gauge.working():
             try:
                 reloaded, state = await self._compute.run("train", self._update, policy_version)
@@ -92,11 +105,27 @@ class EngineBroadcast:
             text = f"the engine failed its probe at version {policy_version} and passed it once loaded anew"
             self._notice("warning", text)
         if not self.not_sharing:
-            self._proven(policy_version, state)
+            self._proven(policy_version, state, anchor=anchor)
+
+    async def replace(self, change: Callable[[], None], *, anchor: bool) -> None:
+        """Let `change` give the trainer another version, beside a step, and bring it here like one. Raises
+        EngineError when the engine cannot go on."""
+        async with self._turn():
+            await self._compute.run("train", change)
+            self._taken = await self._compute.run("train", self._take, always=True)
+        await self.broadcast(self._trainer.policy_version, anchor=anchor)
 
     @asynccontextmanager
     async def alone(self) -> AsyncIterator[None]:
         """The device without the engine, where they take turns."""
+        async with self._turn():
+            yield
+            if self._sequential:
+                # While the engine sleeps: both sets of weights may not fit side by side.
+                self._taken = await self._compute.run("train", self._take)
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
         if not self._sequential:
             yield
             return
@@ -104,8 +133,6 @@ class EngineBroadcast:
         try:
             await self._compute.run("train", self._engine.sleep)
             yield
-            # While the engine sleeps: both sets of weights may not fit side by side.
-            self._taken = await self._compute.run("train", self._take)
         finally:
             await self._compute.run("train", self._engine.wake)
             self.awake.set()
@@ -126,11 +153,11 @@ class EngineBroadcast:
             raise EngineError(f"{error}, and not all is finite; load an earlier checkpoint") from error
         return reloaded, state
 
-    def _take(self) -> tuple[dict[str, Tensor], list[NDArray[np.float32]] | None]:
-        """The trainer's weights, and its log-probabilities on the probe when this version is to be probed.
-        Blocking."""
+    def _take(self, *, always: bool = False) -> tuple[dict[str, Tensor], list[NDArray[np.float32]] | None]:
+        """The trainer's weights, and its log-probabilities on the probe when this version is to be probed:
+        `always`, or its turn has come. Blocking."""
         state = self._trainer.state_dict()
-        if self.not_sharing or self._trainer.policy_version % self._probe_every:
+        if self.not_sharing or (not always and self._trainer.policy_version % self._probe_every):
             return state, None
         self._probe = self._probe or self._make_probe()
         return state, self._trainer.logprobs(self._probe.sequences)

@@ -23,7 +23,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from node.rollout.adapter import AdapterSpec, adapter_tensors, merged_state
+from node.rollout.adapter import AdapterSpec, merged_state
 from node.rollout.engine.base import Engine
 from node.state import sync
 from node.train.step import Trainer
@@ -105,10 +105,10 @@ def _write(trainer: Trainer, temporary: Path) -> None:
     model = trainer.model
     if trainer.settings.adapter is None:
         # Tied weights share storage, which safetensors refuses; named_parameters() gives each tensor once.
-        weights = _on_cpu(_learning(trainer))
+        weights = _on_cpu(trainer.learning())
     else:
         weights = merged_state(model)
-        save_file(_on_cpu(_learning(trainer)), temporary / _ADAPTER)
+        save_file(_on_cpu(trainer.learning()), temporary / _ADAPTER)
         model = model.get_base_model()
     save_file(weights, temporary / _WEIGHTS, metadata={"format": "pt"})
     # Without an index vLLM takes every safetensors file of the folder for weights, the optimiser's too.
@@ -200,16 +200,10 @@ def take_weights(
     """Go on from a version that was published after the newest checkpoint: its weights, as exact as they
     travelled, with the optimiser's moments as they are. Raises ModelError for other names or shapes, and then
     changes nothing."""
-    learning = _learning(trainer)
-    # Tied weights are published under each of their names, and learn under one.
-    if any(name not in state or state[name].shape != tensor.shape for name, tensor in learning.items()):
-        raise ModelError(
-            f"the published version {policy_version} holds tensors of other names or shapes than "
-            f"{trainer.policy.path}; remove <home>/state/chain to begin a new chain"
-        )
-    for name, tensor in learning.items():
-        tensor.copy_(state[name])
-    trainer.policy_version = policy_version
+    try:
+        trainer.take(state, policy_version)
+    except ModelError as error:
+        raise ModelError(f"the published {error}; remove <home>/state/chain to begin a new chain") from None
     engine.update(trainer.state_dict(), policy_version)
 
 
@@ -239,14 +233,11 @@ def load_checkpoint(trainer: Trainer, folder: Path) -> CheckpointState:
         raise ModelError(f"{folder} is not a complete checkpoint: {error}") from error
     if _RANDOM not in moments:
         raise ModelError(f"{folder} is not a complete checkpoint: {_OPTIMISER} holds no {_RANDOM}")
-    learning = _learning(trainer)
-    if {name: tensor.shape for name, tensor in saved.items()} != {n: t.shape for n, t in learning.items()}:
+    if _shapes(saved) != _shapes(trainer.learning()):
         raise ModelError(f"{folder} holds tensors of other names or shapes than {trainer.policy.path}.")
-    for name, tensor in learning.items():
-        tensor.copy_(saved[name])
+    trainer.take(saved, state.policy_version)
     _load_optimiser(trainer, moments)
     torch.random.set_rng_state(moments[_RANDOM])
-    trainer.policy_version = state.policy_version
     trainer.updates = state.updates
     trainer.skipped_steps = state.skipped_steps
     return state
@@ -273,11 +264,8 @@ def _tuning(adapter: AdapterSpec | None) -> str:
     return f"tuning = 'lora', lora_rank = {adapter.rank}, lora_alpha = {adapter.alpha:g}"
 
 
-def _learning(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """The trainer's own tensors that a checkpoint brings back, by the names they are saved under."""
-    if trainer.settings.adapter is not None:
-        return adapter_tensors(trainer.model)
-    return {name: parameter.detach() for name, parameter in trainer.model.named_parameters()}
+def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in tensors.items()}
 
 
 def _optimiser_tensors(trainer: Trainer) -> dict[str, torch.Tensor]:

@@ -3,14 +3,18 @@
 For: the same fixed prompts before, during and after training, so that two evaluations are paired (each prompt
 keeps its seed). The training reward is too noisy to compare, and a mean over tasks hides one that falls:
 accuracy is reported per task. `evaluate` is a pure function of engine, prompts and scorer; `HeldOut` is it
-with the swarm's held-out prompts, which `protocol.prompts` chooses. Blocking.
+with the swarm's held-out prompts, which `protocol.prompts` chooses. It also answers what a merge is judged by
+(`broadcast/adopt.py`), on prompts of their own: choosing weights by those that are evaluated on would flatter
+the evaluation. Blocking.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain, zip_longest
 from statistics import fmean
 
 from node.rollout.engine.base import Engine, GenerationRequest
@@ -51,22 +55,14 @@ def evaluate(
     if not prompts:
         raise ValueError("an evaluation needs at least one prompt")
     began_s = time.perf_counter()
-    sampling = Sampling(max_new_tokens=max_new_tokens)
-    requests = [
-        GenerationRequest(tuple(policy.encode_prompt(prompt.text)), 1, prompt.seed, sampling)
-        for prompt in prompts
-    ]
     accuracies = []
     for greedy in (False, True):
         right: dict[str, list[bool]] = {}
-        for first in range(0, len(prompts), batch_prompts):
-            chunk = slice(first, first + batch_prompts)
-            for prompt, (rollout,) in zip(
-                prompts[chunk], engine.generate(requests[chunk], greedy=greedy), strict=True
-            ):
-                finished = rollout.finish is FinishReason.STOP
-                reward = score(prompt, Completion(rollout.text, finished)) if finished else 0.0
-                right.setdefault(prompt.environment, []).append(reward >= EXACT)
+        rewards = _rewards(
+            engine, policy, prompts, score, max_new_tokens, greedy=greedy, batch_prompts=batch_prompts
+        )
+        for prompt, reward in zip(prompts, rewards, strict=True):
+            right.setdefault(prompt.environment, []).append(reward >= EXACT)
         accuracies.append({task: fmean(answers) for task, answers in sorted(right.items())})
     sampled_tasks, greedy_tasks = accuracies
     return EvaluationReport(
@@ -78,6 +74,32 @@ def evaluate(
         greedy_tasks=greedy_tasks,
         evaluate_s=time.perf_counter() - began_s,
     )
+
+
+def _rewards(
+    engine: Engine,
+    policy: Policy,
+    prompts: Sequence[Prompt],
+    score: Callable[[Prompt, Completion], float],
+    max_new_tokens: int,
+    *,
+    greedy: bool = False,
+    batch_prompts: int = 128,
+) -> list[float]:
+    """Of one answer to each prompt, drawn by the prompt's seed; 0.0 for what did not end."""
+    sampling = Sampling(max_new_tokens=max_new_tokens)
+    requests = [
+        GenerationRequest(tuple(policy.encode_prompt(prompt.text)), 1, prompt.seed, sampling)
+        for prompt in prompts
+    ]
+    rewards = []
+    for first in range(0, len(prompts), batch_prompts):
+        chunk = slice(first, first + batch_prompts)
+        answers = engine.generate(requests[chunk], greedy=greedy)
+        for prompt, (rollout,) in zip(prompts[chunk], answers, strict=True):
+            finished = rollout.finish is FinishReason.STOP
+            rewards.append(score(prompt, Completion(rollout.text, finished)) if finished else 0.0)
+    return rewards
 
 
 class HeldOut:
@@ -100,6 +122,7 @@ class HeldOut:
         self._per_task = per_task
         self._max_new_tokens = max_new_tokens
         self._prompts: list[Prompt] = []
+        self._probes: dict[int, list[Prompt]] = {}
 
     def evaluate(self) -> EvaluationReport:
         """Answer and score all of them with the engine's weights."""
@@ -107,13 +130,28 @@ class HeldOut:
             self._engine, self._policy, self.prompts(), self._score, max_new_tokens=self._max_new_tokens
         )
 
+    def rewards(self, prompts: int) -> list[float]:
+        """Rewards of so many held-out prompts, spread over the tasks, none of which is evaluated on. The same
+        prompts, order and seeds at every call, at T = 1; 0.0 for an answer that did not end. Fewer where the
+        engine has no room for some, and then perhaps none."""
+        probe = self._probes.get(prompts)
+        if probe is None:
+            probe = self._probes[prompts] = self._beyond_evaluation(prompts)
+        return _rewards(self._engine, self._policy, probe, self._score, self._max_new_tokens)
+
+    def _beyond_evaluation(self, prompts: int) -> list[Prompt]:
+        per_task = math.ceil(prompts / len(self._universe.held_out(0)))
+        listed = self._universe.held_out(self._per_task + per_task).values()
+        fitting = [self._fitting(each[self._per_task :]) for each in listed]
+        in_turn = chain.from_iterable(zip_longest(*fitting))
+        return [each for each in in_turn if each is not None][:prompts]
+
     def prompts(self) -> list[Prompt]:
         """Those that leave the engine room for an answer. Derived the first time: seconds. Raises ModelError
         when none does."""
         if not self._prompts:
-            room = self._engine.context - self._max_new_tokens
-            derived = [each for listed in self._universe.held_out(self._per_task).values() for each in listed]
-            self._prompts = [each for each in derived if len(self._policy.encode_prompt(each.text)) <= room]
+            listed = self._universe.held_out(self._per_task).values()
+            self._prompts = self._fitting(list(chain.from_iterable(listed)))
         if not self._prompts:
             raise ModelError(
                 f"no prompt of this swarm leaves room for an answer of {self._max_new_tokens} tokens within "
@@ -121,3 +159,7 @@ class HeldOut:
                 "policy, or raise vllm.max_context if it is what limits them"
             )
         return self._prompts
+
+    def _fitting(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        room = self._engine.context - self._max_new_tokens
+        return [each for each in prompts if len(self._policy.encode_prompt(each.text)) <= room]

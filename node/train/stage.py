@@ -5,7 +5,8 @@ One loop. It waits for I own groups (for fewer, at least one, once generation ho
 spent), then for up to J of the pool's (with a deadline, and only while peers are active, so a node without
 peers trains alone), has them made into a batch (`prepare.py`), steps, and hands the new weights to the
 engine; all of that work runs beside the loop, which alone touches books and pool.
-Evaluations on held-out prompts happen here, before, during and after.
+Evaluations on held-out prompts happen here, before, during and after. Between two steps a merge may change
+the weights (`broadcast/adopt.py`).
 """
 
 from __future__ import annotations
@@ -91,9 +92,11 @@ class TrainStage:
         weight_gauge: StageGauge,
         finished: asyncio.Event,
         alone: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
+        merge: Callable[[], Awaitable[bool]] | None = None,
     ) -> None:
         """`used(n)`: a step that took n own groups has ended. `held` is set while no more own groups will
-        come before that. A step has the device to itself inside `alone`."""
+        come before that. A step has the device to itself inside `alone`. `merge()`, between two steps, says
+        whether it has given the trainer merged weights."""
         self._trainer = trainer
         self._policy = policy
         self._settings = settings
@@ -123,12 +126,18 @@ class TrainStage:
         self._weight_gauge = weight_gauge
         self._finished = finished
         self._alone = alone
+        self._merge = merge
+        self._merged_version = 0
+        """Of the last merge that was adopted in this run."""
+        self.steps = 0
+        """Steps of this run that changed the weights."""
 
     async def run(self) -> None:
         """All steps of this run."""
         await self._measure("before")
         for step in range(1, self._plan.steps + 1):
             await self._step()
+            await self._take_merge()
             if step < self._plan.steps and step % self._plan.evaluate_every == 0:
                 await self._measure("during")
             if step % self._plan.checkpoint_every == 0 or step == self._plan.steps:
@@ -153,6 +162,7 @@ class TrainStage:
             with self._gauge.working():
                 report = await self._compute.run("train", self._trainer.step, prepared.batch)
         if not report.skipped:
+            self.steps += 1
             self._remember(prepared, report)
             with self._gauge.waiting("broadcast"):
                 await self._broadcast(report.policy_version)
@@ -161,6 +171,15 @@ class TrainStage:
             self._bus.emit(Notice(at=self._clock.now_ms(), level="warning", text=text))
         self._used(len(own))
         self._bus.emit(self._event(_finite(report), prepared.batch, own, version, waited_s))
+
+    async def _take_merge(self) -> None:
+        """An adopted one is saved at once: the moments of an older checkpoint do not fit its weights."""
+        if self._merge is None:
+            return
+        with self._gauge.working():
+            if await self._merge():
+                self._merged_version = self._trainer.policy_version
+                await self._save()
 
     async def _own_groups(self) -> list[OwnGroup]:
         """One step's worth; what there is, but at least one, while generation holds."""
@@ -270,6 +289,7 @@ class TrainStage:
     ) -> StepDone:
         external = [group for group in batch.groups if group.source != OWN_SOURCE]
         followers = [group for group in external if group.own_lineage]
+        own_lineage = [group for group in batch.groups if group.source == OWN_SOURCE or group.own_lineage]
         rollouts = [rollout for each in own for rollout in each.group.rollouts]
         versions = [_versions(each.group) for each in own]
         return StepDone(
@@ -297,6 +317,7 @@ class TrainStage:
             partial_groups=sum(int(each.min() < each.max()) for each in versions),
             groups_followers=len(followers),
             staleness_followers=fmean(group.lag for group in followers) if followers else 0.0,
+            groups_across_merge=sum(version - group.lag < self._merged_version for group in own_lineage),
             sources=report.sources,
             pool=len(self._pool),
             generate_s=sum(each.generate_s for each in own),

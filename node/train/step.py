@@ -15,7 +15,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,14 +25,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from node.events import SourceShare
-from node.rollout.adapter import adapter_state, wrap
+from node.rollout.adapter import adapter_state, adapter_tensors, wrap
 from node.rollout.engine.base import TokenSequence
 from node.rollout.policy import Policy
 from node.train.batch import TrainingBatch
 from node.train.groups import OWN_SOURCE
 from node.train.objectives import LossInputs, TokenLoss
 from node.train.settings import TrainSettings, Treatment
-from protocol.errors import ConfigError, OurFault
+from protocol.errors import ConfigError, ModelError, OurFault
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -162,6 +162,33 @@ class Trainer:
         if self.settings.adapter is not None:
             return adapter_state(self.model)
         return {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
+
+    def learning(self) -> dict[str, Tensor]:
+        """What learns, itself, by the names it is saved and published under; tied weights under one."""
+        if self.settings.adapter is not None:
+            return adapter_tensors(self.model)
+        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+
+    def take(self, state: Mapping[str, Tensor], policy_version: int) -> None:
+        """Go on as this version, with exactly these weights and the moments as they are. Raises ModelError
+        for other names or shapes, and then changes nothing."""
+        learning = self.learning()
+        # Tied weights are published under each of their names, and learn under one.
+        if any(name not in state or state[name].shape != tensor.shape for name, tensor in learning.items()):
+            raise ModelError(
+                f"version {policy_version} holds tensors of other names or shapes than {self.policy.path}"
+            )
+        for name, tensor in learning.items():
+            tensor.copy_(state[name])
+        self.policy_version = policy_version
+
+    def adopt(self, state: Mapping[str, Tensor], policy_version: int) -> None:
+        """Go on as this version, with exactly these weights, which this training did not lead to: the moments
+        say nothing of them, so the optimiser is as new and the warm-up begins again. Raises ModelError as
+        `take`."""
+        self.take(state, policy_version)
+        self.optimiser.state.clear()
+        self.updates = 0
 
     def logprobs(self, sequences: Sequence[TokenSequence]) -> list[NDArray[np.float32]]:
         """As `Engine.logprobs`, from the weights that learn: the reference an engine is held against. Raises

@@ -176,6 +176,35 @@ def test_where_engine_and_trainer_take_turns_the_engine_sleeps_while_a_step_is_t
     assert calls == (["sleep", "step", "wake", "sleep", "wake"] if sequential else ["step"])
 
 
+@pytest.mark.parametrize("sequential", [False, True])
+def test_what_was_not_made_by_a_step_is_always_probed_and_the_engine_sleeps_meanwhile(
+    policy: Policy, engine: Drifting, sequential: bool
+) -> None:
+    made, _ = bench(policy, engine, probe_every=100, sequential=sequential)
+    seen: list[tuple[str, bool]] = []
+    offered: list[tuple[int, bool]] = []
+    made._proven = lambda version, state, *, anchor: offered.append((version, anchor))
+
+    def change() -> None:
+        seen.append(("change", engine._paused))
+        made._trainer.policy_version = 7
+
+    take = made._trainer.logprobs
+
+    def logprobs(sequences: Sequence[TokenSequence]) -> list[NDArray[np.float32]]:
+        seen.append(("reference", engine._paused))
+        return take(sequences)
+
+    made._trainer.logprobs = logprobs  # type: ignore[method-assign]
+    run_virtual(made.replace(change, anchor=True))
+    assert seen == [("change", sequential), ("reference", sequential)]
+    assert (engine.policy_version, engine.probes, engine._paused) == (7, 1, False)
+    assert made.awake.is_set()
+    broadcast(made, 8)
+    assert engine.probes == 1  # every 100 versions, as before
+    assert offered == [(7, True), (8, False)]
+
+
 def test_a_step_that_is_cancelled_wakes_the_engine(policy: Policy, engine: Drifting) -> None:
     made, _ = bench(policy, engine, sequential=True)
 

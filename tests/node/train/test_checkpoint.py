@@ -381,12 +381,36 @@ def test_a_published_version_is_taken_with_the_moments_as_they_are(
     assert trainer.step(batch).policy_version == 6
 
 
+def test_after_an_adopted_merge_a_resume_is_byte_exact_and_has_no_moments(
+    policy: Policy, batch: TrainingBatch, tmp_path: Path
+) -> None:
+    first = Trainer(policy, SETTINGS)
+    first.step(batch)
+    merged = {name: (tensor + 0.5).to(torch.bfloat16) for name, tensor in first.state_dict().items()}
+    first.adopt(merged, 2)
+    save_checkpoint(first, tmp_path / "v2")
+    second = Trainer(policy, SETTINGS)
+    second.step(batch)  # moments that must go
+    state = load_checkpoint(second, tmp_path / "v2")
+    assert (state.policy_version, state.updates, second.updates) == (2, 0, 0)
+    assert not second.optimiser.state
+    for _ in range(2):
+        ours, theirs = first.step(batch), second.step(batch)
+        assert (ours.learning_rate, ours.policy_version) == (theirs.learning_rate, theirs.policy_version)
+    resumed = second.state_dict()
+    for name, tensor in first.state_dict().items():
+        assert tensor.numpy().tobytes() == resumed[name].numpy().tobytes()
+
+
 def test_published_weights_of_another_shape_change_nothing(policy: Policy) -> None:
     trainer, engine = Trainer(policy, TrainSettings()), TransformersEngine(policy)
     before = trainer.state_dict()
     name = next(iter(dict(trainer.model.named_parameters())))
     for wrong in ({}, {**before, name: before[name][:1]}):
-        with pytest.raises(ModelError, match="of other names or shapes"):
+        with pytest.raises(
+            ModelError,
+            match=r"the published version 5 .* of other names or shapes .*; remove <home>/state/chain",
+        ):
             take_weights(trainer, engine, wrong, 5)
     assert (trainer.policy_version, engine.policy_version) == (0, 0)
     assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.state_dict().items())

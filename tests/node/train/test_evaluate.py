@@ -106,3 +106,60 @@ def test_held_out_prompts_are_those_that_the_engine_has_room_for(policy: Policy)
     assert held_out(100 + tokens).prompts() == prompts
     with pytest.raises(ModelError, match="an answer of 100 tokens within the 101 that the engine takes"):
         held_out(101).prompts()
+
+
+class Marked(ToyEnvironment):
+    """Its prompts say whose they are; those of `long` are longer than any room."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def prompt(self, seed: int, index: int) -> Prompt:
+        text = f"{seed % 10**6:06d}" * (30 if self.name == "long" else 1)
+        return Prompt(self.name, text, seed, index, {})
+
+
+def probe(policy: Policy, *tasks: str) -> tuple[HeldOut, list[Prompt]]:
+    """With four prompts of each task for evaluations, and what it scores: 1.0 for an odd seed."""
+    engine, charter, scored = ScriptedEngine(), make_charter([policy], 0), []
+    engine.context = 128
+
+    def score(prompt: Prompt, completion: Completion) -> float:
+        assert completion == Completion(str(prompt.seed), True)
+        scored.append(prompt)
+        return float(prompt.seed % 2)
+
+    universe = Universe(swarm_id(charter), charter, {task: Marked(task) for task in tasks})
+    return HeldOut(engine, policy, universe, score, per_task=4, max_new_tokens=10), scored
+
+
+def test_rewards_of_a_probe_are_of_the_same_prompts_every_time_and_none_is_evaluated_on(
+    policy: Policy,
+) -> None:
+    """About a quarter of the sampled answers does not end: reward 0 without being scored."""
+    held_out, scored = probe(policy, "one", "two", "three")
+    rewards = held_out.rewards(40)
+    first = list(scored)
+    assert len(rewards) == 40
+    assert sum(rewards) == sum(prompt.seed % 2 for prompt in first)
+    assert 0 < len(first) < 40  # seeds divisible by 4 do not end
+    assert held_out.rewards(40) == rewards
+    assert scored == first * 2
+    evaluated = {prompt.text for prompt in held_out.prompts()}
+    assert len(evaluated) == 12
+    assert evaluated.isdisjoint(prompt.text for prompt in first)
+
+
+def test_a_probe_takes_tasks_in_turn(policy: Policy) -> None:
+    """14 each of three tasks are derived for 40; the last two are left out."""
+    held_out, _ = probe(policy, "one", "two", "three")
+    held_out.rewards(40)
+    tasks = [prompt.environment for prompt in held_out._probes[40]]
+    assert tasks == (["one", "two", "three"] * 14)[:40]
+
+
+def test_a_probe_leaves_out_what_the_engine_has_no_room_for(policy: Policy) -> None:
+    held_out, _ = probe(policy, "long", "short")
+    held_out.rewards(20)
+    assert [prompt.environment for prompt in held_out._probes[20]] == ["short"] * 10
+    assert probe(policy, "long")[0].rewards(20) == []

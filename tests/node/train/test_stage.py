@@ -97,6 +97,7 @@ class Bench:
         trainer: Any = None,
         settings: TrainSettings | None = None,
         compute: Compute | None = None,
+        merge: Callable[[], Awaitable[bool]] | None = None,
         **plan: Any,
     ) -> None:
         self.policy = policy
@@ -159,6 +160,7 @@ class Bench:
             gauge=self.gauge,
             weight_gauge=self.weight,
             finished=self.finished,
+            merge=merge,
         )
 
     def _drawn(self) -> None:
@@ -433,6 +435,68 @@ def test_a_followers_group_is_gated_by_its_lag_behind_the_trainer(
         assert bench.step.groups_followers == used
 
     bench(test)
+
+
+def test_groups_from_before_an_adopted_merge_are_counted(policy: Policy) -> None:
+    """The step to version 4 is followed by a merge as 5. The next step trains on groups of versions 4 (own,
+    ALICE's as a follower), 5 (own), and BOB's 1, which is of his own policy; the one after it on a newer
+    one."""
+    adopted = [True, False, False]
+
+    async def merge() -> bool:
+        made.calls.append("merge")
+        if adopted[0]:
+            made.trainer.policy_version += 1
+        return adopted.pop(0)
+
+    async def main() -> None:
+        nonlocal made
+        made = Bench(policy, steps=3, local_groups=2, merge=merge)
+        made.trainer.policy_version = 3
+        for version in (2, 3, 4, 5, 5, 6):
+            made.make_own(0.0, 1.0, policy_version=version)
+        running = asyncio.create_task(made.stage.run())
+        made.stage._broadcast = arrive
+        await running
+
+    async def arrive(version: int) -> None:
+        if version == 4:
+            made.pool_in(ALICE, 0.0, 1.0, lineage=made.lineage, policy_version=4)
+            made.pool_in(BOB, 0.0, 1.0, policy_version=1)
+
+    made = cast("Bench", None)
+    run_virtual(main())
+    steps = [event for event in made.events if isinstance(event, StepDone)]
+    assert [step.policy_version for step in steps] == [4, 6, 7]
+    assert [step.groups_followers for step in steps] == [0, 1, 1]  # a group is drawn twice
+    assert [step.groups_across_merge for step in steps] == [0, 2, 1]
+    assert made.calls == ["evaluate before", "merge", "save", "merge", "merge", "save", "evaluate after"]
+
+
+def test_a_merge_that_is_not_adopted_saves_nothing_and_counts_nothing(policy: Policy) -> None:
+    async def merge() -> bool:
+        made.trainer.policy_version += 2
+        return False
+
+    async def main() -> None:
+        nonlocal made
+        made = Bench(policy, steps=2, evaluate_every=1, merge=merge)
+        for _ in range(2):
+            made.make_own(0.0, 1.0)
+        await made.stage.run()
+
+    made = cast("Bench", None)
+    run_virtual(main())
+    steps = [event for event in made.events if isinstance(event, StepDone)]
+    assert [(step.policy_version, step.groups_across_merge) for step in steps] == [(1, 0), (4, 0)]
+    assert made.calls == [
+        "evaluate before",
+        "broadcast 1",
+        "evaluate during",
+        "broadcast 4",
+        "save",
+        "evaluate after",
+    ]
 
 
 def test_each_stage_works_while_its_work_is_done_and_waits_by_name_else(policy: Policy) -> None:

@@ -20,11 +20,14 @@ from node.train.batch import TrainingBatch, collate
 from node.train.objectives import PpoClip
 from node.train.settings import TrainSettings, Treatment
 from node.train.step import OutOfMemoryError, Trainer
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, ModelError
 
 Make = Callable[..., Any]
 SETTINGS = TrainSettings()
 needs_peft = pytest.mark.skipif(find_spec("peft") is None, reason="PEFT is not installed")
+needs_bitsandbytes = pytest.mark.skipif(
+    find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"
+)
 
 
 @pytest.fixture
@@ -130,6 +133,54 @@ def test_warm_up(policy: Policy, batch: TrainingBatch) -> None:
     assert rates == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3, 1e-3])
     constant = Trainer(policy, dataclasses.replace(SETTINGS, learning_rate=1e-3, warmup_steps=0))
     assert constant.step(batch).learning_rate == 1e-3
+
+
+def bits16(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.to(torch.bfloat16) for name, tensor in state.items()}
+
+
+@pytest.mark.parametrize(
+    "optimiser", ["adamw", pytest.param("adamw_8bit", marks=[needs_bitsandbytes, pytest.mark.slow])]
+)
+def test_adopted_weights_are_trained_on_as_by_a_new_trainer(
+    policy: Policy, batch: TrainingBatch, optimiser: Any
+) -> None:
+    settings = dataclasses.replace(SETTINGS, optimiser=optimiser)
+    old, new = Trainer(policy, settings, policy_version=3), Trainer(policy, settings)
+    for _ in range(3):
+        old.step(batch)
+    merged = bits16({name: tensor * 1.01 for name, tensor in old.state_dict().items()})
+    old.adopt(merged, 7)
+    for name, tensor in old.state_dict().items():
+        assert torch.equal(tensor, merged[name].float()), name
+    assert (old.policy_version, old.updates, len(old.optimiser.state)) == (7, 0, 0)
+    with torch.no_grad():
+        for name, parameter in new.model.named_parameters():
+            parameter.copy_(merged[name])
+    for warmed in (1, 2):
+        rates = old.step(batch).learning_rate, new.step(batch).learning_rate
+        assert rates == pytest.approx((SETTINGS.learning_rate * warmed / 5,) * 2)
+        weights = new.state_dict()
+        for name, tensor in old.state_dict().items():
+            assert tensor.numpy().tobytes() == weights[name].numpy().tobytes(), name
+    assert old.policy_version == 9
+
+
+def test_taken_weights_keep_the_moments_and_what_does_not_fit_changes_nothing(
+    policy: Policy, batch: TrainingBatch
+) -> None:
+    trainer = Trainer(policy, SETTINGS)
+    trainer.step(batch)
+    before, state = snapshot(trainer), trainer.state_dict()
+    for wrong in ({}, {**state, "model.norm.weight": torch.zeros(3)}):
+        for way in (trainer.take, trainer.adopt):
+            with pytest.raises(ModelError, match="version 9 holds tensors of other names or shapes"):
+                way(wrong, 9)
+    assert (snapshot(trainer), trainer.policy_version, trainer.updates) == (before, 1, 1)
+    trainer.take({name: tensor * 0 for name, tensor in state.items()}, 9)
+    after = snapshot(trainer)
+    assert {name for name in before if after[name] == before[name]} == set(before) - set(state)
+    assert (trainer.policy_version, trainer.updates) == (9, 1)
 
 
 def test_gradient_is_clipped_and_norm_reported_unclipped(policy: Policy, batch: TrainingBatch) -> None:
@@ -414,7 +465,7 @@ def test_only_the_adapter_learns_and_the_start_is_without_it(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+@needs_bitsandbytes
 def test_moments_in_8_bits_make_nearly_the_same_steps(policy: Policy, batch: TrainingBatch) -> None:
     eight, plain = (
         Trainer(policy, dataclasses.replace(SETTINGS, optimiser=kind)) for kind in ("adamw_8bit", "adamw")
