@@ -421,7 +421,7 @@ def _trainer_parts(
 
 def _follower_parts(facts: ModelFacts, wishes: Wishes, tuning: str, *, on_gpu: bool) -> list[Part]:
     """In the trainer's place: three copies in bfloat16 in RAM (of the base, of this version, of the next one
-    while it is made), one on its way into the engine, and in RAM the reference that vLLM is probed against."""
+    while it is made), one on its way into the engine, and in RAM what vLLM is probed against."""
     tracked = facts.params if tuning == FULL else facts.adapter_params(wishes.lora_rank)
     copies = 1 if on_gpu else 4
     probed = wishes.engine == "vllm" and not on_gpu

@@ -213,6 +213,11 @@ def load(
     plan = plan_of(config, charter, policy)
     notice("info", "\n".join(plan.lines()))
     config = planned(as_begun(config, policy), plan)
+    if config.merge.enabled and config.policy.tuning == "lora":
+        raise ConfigError(
+            "merge.enabled is for all weights, and this node trains an adapter (policy.tuning 'lora', or "
+            "'auto' with too little memory): adapters of different draws do not add up; turn merging off"
+        )
     torch.manual_seed(config.seed)
     settings = replace(train_settings(config, charter), dtype=plan.dtype, recompute=plan.recompute)
     trainer = Trainer(policy, settings)

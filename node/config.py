@@ -200,6 +200,38 @@ class FollowConfig(Section):
     """An owner that shows no sign of life for so long is given up for another one."""
 
 
+class MergeConfig(Section):
+    enabled: bool = False
+    """Now and then take the mean of what trainers of this base model have learnt, where a probe on held-out
+    prompts is not worse for it. For trainers of all weights. Nodes merge with those whose rule (`strategy` to
+    `min_contributions`) is the same."""
+    every_windows: int = Field(60, ge=2)
+    """Windows of the charter between merges."""
+    settle_s: float = Field(20.0, gt=0)
+    """A merge is made once nothing new was heard for so long, or half of the time to the next is over."""
+    strategy: Literal["mean", "trimmed", "clipping"] = "mean"
+    """mean: by age. trimmed: per weight, without the outermost values. clipping: no author moves it far. The
+    latter two are for swarms where authors may lie, and need more of them."""
+    max_age_windows: int = Field(64, ge=0)
+    """Contributions older than the newest by more than this are left out."""
+    norm_limit: float = Field(3.0, ge=1)
+    """Changes longer than so many times the median are shortened to that."""
+    trim: float = Field(0.2, ge=0, lt=0.5)
+    """trimmed: share of values left out at each end."""
+    clip_radius: float = Field(1.0, gt=0)
+    """clipping: radius, in median lengths."""
+    clip_rounds: int = Field(3, ge=1)
+    """clipping: rounds."""
+    min_contributions: int = Field(2, ge=2)
+    """Fewer are not merged."""
+    probe_prompts: int = Field(64, ge=16)
+    """Held-out prompts that are answered before and after."""
+    confidence: float = Field(0.95, ge=0.5, lt=1)
+    """Of the lower bound of the gain in mean reward that decides."""
+    tolerance: float = Field(0.0, ge=0)
+    """Loss of mean reward that counts as none. With 0 a gain must be shown, or nothing change."""
+
+
 class WeightConfig(Section):
     advantage: Literal["grpo", "rloo", "dr_grpo"] = "grpo"
     """Advantage inside one group. dr_grpo also divides the loss by a constant length instead of by tokens."""
@@ -277,6 +309,7 @@ class NodeConfig(Section):
     share: ShareConfig = ShareConfig()
     broadcast: BroadcastConfig = BroadcastConfig()
     follow: FollowConfig = FollowConfig()
+    merge: MergeConfig = MergeConfig()
     weight: WeightConfig = WeightConfig()
     train: TrainConfig = TrainConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
@@ -291,6 +324,18 @@ class NodeConfig(Section):
                 "refused by peers as replayed"
             )
         return rollout
+
+    @pydantic.field_validator("merge")
+    @classmethod
+    def _merging_is_for_trainers(cls, merge: MergeConfig, info: pydantic.ValidationInfo) -> MergeConfig:
+        network = info.data.get("network")
+        if not merge.enabled:
+            return merge
+        if info.data.get("role") == "follower":
+            raise ValueError("merge.enabled is for role 'trainer'; a follower takes its owner's weights")
+        if network is not None and network.transport == "none":
+            raise ValueError("merge.enabled needs a network; there is nobody to merge with")
+        return merge
 
     @pydantic.field_validator("home")
     @classmethod

@@ -41,7 +41,7 @@ from node.weight.trust import Standing, TrustBook, TrustSettings, save_standings
 from protocol.charter import swarm_id
 from protocol.constants import PROTOCOL_VERSION
 from protocol.identity import Identity
-from protocol.messages import Charter, Lineage, PeerId, PeerRecord, PromptRef, RolloutGroup, Sampling
+from protocol.messages import Charter, Digest, Lineage, PeerId, PeerRecord, PromptRef, RolloutGroup, Sampling
 from protocol.prompts import window_of
 
 __all__ = ["CoreParts", "NodeCore", "Stages"]
@@ -148,7 +148,7 @@ class NodeCore:
         """At the end in any case, when the network is closed."""
 
     def _steps(self) -> int:
-        """Versions made or reached in this run."""
+        """Steps made, or versions reached, in this run."""
         raise NotImplementedError
 
     def _emit_weights(self) -> None:
@@ -250,12 +250,16 @@ class NodeCore:
             self._home,
             network.transport,
             self._swarm_id,
-            members=lambda: network.members_of(self.lineage),
+            providers=lambda root: [*network.members_of(self.lineage), *self._providers(root)],
             refused=self._refuse,
             clock=self._clock,
             compute=self._compute,
             rng=self._rng,
         )
+
+    def _providers(self, root: Digest) -> Sequence[PeerId]:
+        """Connected peers beyond the lineage's that may have a blob."""
+        return ()
 
     # --- what stages call ---------------------------------------------------------------------------------
 

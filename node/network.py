@@ -20,7 +20,7 @@ from node.share.publish import Publisher
 from node.state import ReplayGuard, SequenceSource
 from node.transport.base import Transport
 from protocol.identity import Identity
-from protocol.messages import Charter, Lineage, PeerId, PeerRecord
+from protocol.messages import Charter, Digest, Lineage, PeerId, PeerRecord
 
 __all__ = ["Network"]
 
@@ -94,4 +94,15 @@ class Network:
             peer_id
             for peer_id in self.presence.connected
             if peer_id in known and known[peer_id].lineage == lineage
+        )
+
+    def trainers_of(self, base_model: Digest) -> list[PeerId]:
+        """Connected peers that said to train a policy which began with this base model. Sorted."""
+        known = self.presence.known
+        return sorted(
+            peer_id
+            for peer_id in self.presence.connected
+            if peer_id in known
+            and (lineage := known[peer_id].lineage) is not None
+            and (lineage.owner, lineage.base_model) == (peer_id, base_model)
         )

@@ -1,4 +1,4 @@
-"""One trainer, wired. Six stages in the order of the flow; this file only connects them.
+"""One trainer, wired. Its stages in the order of the flow; this file only connects them.
 
                 prompts(window, peer)                                announcements of peers
                         |                                                      |
@@ -24,6 +24,10 @@
                         |
                the newest proven version -> delta on the chain -> chunks to followers (`node/follower.py`)
                waits: a new version; beside the training, which never waits for it
+                        |
+    MERGE      every few windows, if enabled: anchors of trainers of this base model -> one set of weights,
+               taken between two steps, judged on held-out prompts, adopted or not (`broadcast/adopt.py`)
+               waits: the next round, partners' sets, their blobs
 
 Backpressure: ROLLOUT runs at most `max_staleness` versions ahead of TRAIN (`admission.py`; a step gives its
 groups' room back, whether it made a version or not); everything else is a bounded queue, pool or book. An
@@ -42,7 +46,10 @@ from dataclasses import dataclass
 import msgspec
 from torch import Tensor
 
+from node.broadcast.adopt import MergeAdoption
 from node.broadcast.engine import EngineBroadcast
+from node.broadcast.merge import MergeRule, Strategy
+from node.broadcast.merger import Merge, Merger
 from node.broadcast.owner import OwnerBroadcast
 from node.broadcast.sharing import WeightsSharing
 from node.config import NodeConfig
@@ -65,7 +72,7 @@ from node.verify.stage import VerifyStage
 from node.verify.tokens import Decode
 from node.weight.answered import AnsweredPrompts
 from node.weight.trust import Hardness, Standing
-from protocol.messages import Digest, Lineage, PromptRef, RolloutGroup
+from protocol.messages import Digest, Lineage, PeerId, PromptRef, RolloutGroup
 
 __all__ = ["Node", "NodeParts"]
 
@@ -102,7 +109,7 @@ class Node(NodeCore):
         super().__init__(config, parts)
         self.finished = asyncio.Event()
         """Set once all steps are done and evaluated."""
-        self._first_version = self._saved_version = parts.trainer.policy_version
+        self._saved_version = parts.trainer.policy_version
         self._answered = AnsweredPrompts()
         self._pool = ReplayPool(config.share.pool_groups, config.share.max_uses, self._rng)
         self._pooled = asyncio.Event()
@@ -114,6 +121,7 @@ class Node(NodeCore):
             StageGauge("weight", self._clock, "a step"),
             StageGauge("train", self._clock, "own groups"),
             StageGauge("broadcast", self._clock, "a new version"),
+            *([StageGauge("merge", self._clock, "the next round")] if config.merge.enabled else []),
         )
         self._held_out = HeldOut(
             parts.engine,
@@ -152,6 +160,8 @@ class Node(NodeCore):
         self._collector: Collector | None = None
         self._sharing: WeightsSharing | None = None
         self._owner: OwnerBroadcast | None = None
+        self._merger: Merger | None = None
+        self._trains: TrainStage | None = None
         if self._network is not None:
             self._collector = self._collect(self._network)
             self._sharing = self._share_weights(self._network)
@@ -199,6 +209,56 @@ class Node(NodeCore):
             followers=lambda: len(network.members_of(self._lineage)),
         )
 
+    def _merging(self, network: Network, sharing: WeightsSharing, owner: OwnerBroadcast) -> Merger:
+        merge, base_model = self.config.merge, self._lineage.base_model
+        return Merger(
+            self._parts.identity,
+            self._swarm_id,
+            self._lineage,
+            *owner.base,
+            network.transport,
+            sharing.exchange,
+            rule=MergeRule(
+                strategy=Strategy(merge.strategy),
+                window_ms=self._charter.window_ms,
+                max_age_windows=merge.max_age_windows,
+                norm_limit=merge.norm_limit,
+                trim=merge.trim,
+                clip_radius=merge.clip_radius,
+                clip_rounds=merge.clip_rounds,
+                min_contributions=merge.min_contributions,
+            ),
+            every_windows=merge.every_windows,
+            settle_s=merge.settle_s,
+            fetch_timeout_s=self.config.broadcast.fetch_timeout_s,
+            scratch=self._home.merge,
+            contribute=owner.contribute,
+            partners=lambda: network.trainers_of(base_model),
+            admitted=self._may_merge,
+            window=self._window,
+            failed=self._refuse,
+            notice=self._notice,
+            compute=self._compute,
+            clock=self._clock,
+            gauge=self._gauges["merge"],
+        )
+
+    def _adoption(self) -> MergeAdoption:
+        merge = self.config.merge
+        return MergeAdoption(
+            self._parts.trainer,
+            self._parts.engine,
+            self._engine,
+            take=self._take_merge,
+            rewards=lambda: self._held_out.rewards(merge.probe_prompts),
+            confidence=merge.confidence,
+            tolerance=merge.tolerance,
+            compute=self._compute,
+            clock=self._clock,
+            bus=self._bus,
+            notice=self._notice,
+        )
+
     def _verify(self) -> VerifyStage:
         return VerifyStage(
             self._verifier,
@@ -242,6 +302,7 @@ class Node(NodeCore):
             used=self._admission.used,
             held=self._admission.held,
             alone=self._engine.alone,
+            merge=self._adoption().next if self._merger is not None else None,
             broadcast=self._engine.broadcast,
             evaluate=self._evaluate,
             save=self._save,
@@ -257,24 +318,29 @@ class Node(NodeCore):
         self._worker = self._rollout(
             self._lineage, self._publish, awake=self._engine.awake, waits_for="the trainer"
         )
+        self._trains = self._train()
         stages = {
             "rollout": self._worker.run(),
-            "train": self._train().run(),
+            "train": self._trains.run(),
             "end": self._end_when_finished(),
         }
         if self._collector is not None:
             stages |= {"verify": self._verify().run(), "collect": self._collector.run()}
         if self._owner is not None:
             stages["publish"] = self._owner.run()
+        if self._merger is not None:
+            stages["merge"] = self._merger.run()
         return stages
 
     # --- life ---------------------------------------------------------------------------------------------
 
     async def _begin(self) -> None:
-        if self._first_version:
-            self._notice("info", f"goes on from the checkpoint of version {self._first_version}")
-        if self._owner is not None:
+        if self._saved_version:
+            self._notice("info", f"goes on from the checkpoint of version {self._saved_version}")
+        if self._network is not None and self._sharing is not None and self._owner is not None:
             await self._continue_chain(self._owner)
+            if self.config.merge.enabled:
+                self._merger = self._merging(self._network, self._sharing, self._owner)
 
     async def _continue_chain(self, owner: OwnerBroadcast) -> None:
         """Where the published chain and this run part, go on so that the chain never goes back: with its
@@ -296,7 +362,6 @@ class Node(NodeCore):
                 await self._compute.run("train", take_weights, trainer, self._parts.engine, weights, version)
         mark.parent.mkdir(parents=True, exist_ok=True)
         mark.touch()
-        self._first_version = trainer.policy_version
         if owner.published < trainer.policy_version:
             owner.offer(trainer.policy_version, trainer.state_dict())
 
@@ -313,7 +378,7 @@ class Node(NodeCore):
             self._stop.set()
 
     def _steps(self) -> int:
-        return self._parts.trainer.policy_version - self._first_version
+        return self._trains.steps if self._trains is not None else 0
 
     # --- what stages call ---------------------------------------------------------------------------------
 
@@ -323,9 +388,27 @@ class Node(NodeCore):
             await self._network.publisher.publish(group)
             self._collector.nudge()
 
-    def _offer(self, policy_version: int, state: Mapping[str, Tensor]) -> None:
+    def _offer(self, policy_version: int, state: Mapping[str, Tensor], *, anchor: bool = False) -> None:
         if self._owner is not None:
-            self._owner.offer(policy_version, state)
+            self._owner.offer(policy_version, state, anchor=anchor)
+
+    def _take_merge(self) -> Merge | None:
+        """A merge that waits to be judged; none any more once the engine has failed for good."""
+        if self._merger is None:
+            return None
+        if self._engine.not_sharing:
+            self._merger.withdraw()
+            return None
+        return self._merger.take()
+
+    def _may_merge(self, author: PeerId) -> bool:
+        """Whether an author's weights count in a merge here: a member of a closed swarm, or who has earned
+        trust, since keys of an open swarm cost nothing; nobody in quarantine."""
+        trust, newcomer = self._trust.trust(author, self._window()), self.config.weight.newcomer_trust
+        return trust > 0 and (bool(self._charter.members) or trust > newcomer)
+
+    def _providers(self, root: Digest) -> Sequence[PeerId]:
+        return self._merger.providers(root) if self._merger is not None else ()
 
     async def _evaluate(self, moment: str) -> None:
         report = await self._compute.run("evaluate", self._held_out.evaluate)

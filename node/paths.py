@@ -111,6 +111,11 @@ class Home:
         return self.state / "chain"
 
     @property
+    def merge(self) -> Path:
+        """Weights of others while they are merged."""
+        return self.state / "merge"
+
+    @property
     def models(self) -> Path:
         return self.root / "models"
 

@@ -26,8 +26,8 @@ GIB = 2**30
 
 
 class WeightsSharing:
-    """`members()` are the connected peers that have the lineage's weights; `refused(peer, reason)` counts
-    what peers do wrong."""
+    """`providers(root)` are connected peers that may have a blob; `refused(peer, reason)` counts what peers
+    do wrong."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class WeightsSharing:
         transport: Transport,
         swarm_id: Digest,
         *,
-        members: Callable[[], Sequence[PeerId]],
+        providers: Callable[[Digest], Sequence[PeerId]],
         refused: Callable[[PeerId, str], None],
         clock: Clock,
         compute: Compute,
@@ -47,7 +47,7 @@ class WeightsSharing:
         self.exchange = Exchange(
             transport,
             self.store,
-            providers=lambda root: members(),
+            providers=providers,
             failed=refused,
             clock=clock,
             rng=rng,

@@ -219,6 +219,12 @@ def test_settings_follow_the_plan(config: NodeConfig) -> None:
     assert (plain.adapter, plain.optimiser) == (None, "adamw")
 
 
+def test_adapters_are_not_merged(config: NodeConfig) -> None:
+    keys = {"home": config.home, "policy.device": "cpu", "policy.tuning": "lora", "merge.enabled": True}
+    with pytest.raises(ConfigError, match=r"merge.enabled is for all weights, and this node"):
+        build.load(load_config([], keys), found(OURS, rules(), 0), lambda level, text: None)
+
+
 # --- the engine --------------------------------------------------------------------------------------------
 
 

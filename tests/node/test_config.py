@@ -298,3 +298,13 @@ def test_configuration_events_and_paths_start_without_torch() -> None:
     code = f"import sys, {modules}; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_merging_is_for_trainers_with_a_network() -> None:
+    on = {"merge.enabled": True}
+    assert load_config([], on).merge.every_windows == 60
+    with pytest.raises(ConfigError, match=r"config key merge = .*'trainer'; a follower takes its owner's"):
+        load_config([], on | {"role": "follower"})
+    with pytest.raises(ConfigError, match=r"needs a network; there is nobody to merge with"):
+        load_config([], on | {"network.transport": "none"})
+    assert load_config([], {"role": "follower", "network.transport": "none"}).merge.enabled is False
