@@ -12,7 +12,6 @@ what a blob means, nor for serving it: `upload.py`.
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import random
 from collections import Counter
@@ -21,7 +20,7 @@ from typing import Any
 
 from node.broadcast.rate import Flow, RateLimit
 from node.broadcast.schedule import Plan
-from node.broadcast.session import Session
+from node.broadcast.session import Session, news_wait_s
 from node.broadcast.store import StoredBlob, WeightsStore
 from node.clock import Clock
 from node.transport.base import Stream, Transport
@@ -54,8 +53,6 @@ from protocol.topics import CHUNKS_PROTOCOL
 
 __all__ = ["Download"]
 
-logger = logging.getLogger(__name__)
-
 _MIN_WINDOW, _MAX_WINDOW = 2, 128
 """Chunks that one peer is asked for at a time."""
 _MAX_PEERS = 32
@@ -68,7 +65,6 @@ not waited for any more; after three times that its stream is closed."""
 _LATE_S = 1.0
 """An idle peer may be asked for what another was asked for so long ago, and twice the usual time."""
 _RETRY_S, _MAX_RETRY_S = 1.0, 30.0
-_GOT_WAIT_S = 0.1
 _FREE_NEWS = 50
 """Frames of an uploader without a piece that are accepted, besides one per second and three per piece."""
 
@@ -129,7 +125,7 @@ class DownloadSession(Session):
         """A chunk is here, for a peer that wants to be told."""
         if self._got is not None:
             self._got.append(index)
-            self.later(_GOT_WAIT_S)
+            self.later(news_wait_s(len(self._download.sessions)))
 
     def give_up(self, waited_s: float) -> None:
         """End the session: what it was asked for did not come."""
@@ -209,6 +205,7 @@ class Download:
         banned: Callable[[PeerId], bool],
         ban: Callable[[PeerId], None],
         failed: Callable[[PeerId, str], None],
+        bug: Callable[[PeerId, Exception], None],
         verified: Callable[[Digest, int], None],
         limit: RateLimit,
         clock: Clock,
@@ -230,6 +227,7 @@ class Download:
         self._banned = banned
         self._ban = ban
         self._failed = failed
+        self._bug = bug
         self._verified = verified
         self._limit = limit
         self._clock = clock
@@ -335,8 +333,8 @@ class Download:
             self._changed.set()
             return
         except Exception as error:
-            # The boundary between a peer and us: a bug of ours costs one session.
-            logger.warning("an exchange of chunks failed", exc_info=error)
+            # The boundary between a peer and us: a bug of ours costs one session and is told once.
+            self._bug(peer_id, error)
             delivered = False
         lived_s = self._clock.monotonic_s() - began_s
         self._failures[peer_id] = 0 if delivered or lived_s > _MAX_RETRY_S else self._failures[peer_id] + 1

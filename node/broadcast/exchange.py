@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import random
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
@@ -31,9 +32,12 @@ from protocol.topics import CHUNKS_PROTOCOL
 
 __all__ = ["BlobProgress", "Exchange"]
 
+logger = logging.getLogger(__name__)
+
 _BLOBS_PER_PEER = 4
 """Blobs that one peer is asked for at a time: half of the streams that it allows us."""
 _REMEMBERED_BANS = 4096
+_LOGGED_BUGS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +88,7 @@ class Exchange:
         self._run_blocking = run_blocking
         self._downloaded: Counter[PeerId] = Counter()
         self._bans: OrderedDict[tuple[Digest, PeerId], None] = OrderedDict()
+        self._bugs_logged: set[str] = set()
         self._running: dict[Digest, _Running] = {}
         self._uploads = Uploads(store, RateLimit(upload_mbit), upload_slots, failed, clock, rng)
         transport.serve(CHUNKS_PROTOCOL, self._uploads.serve, deadline_s=SESSION_S + 60)
@@ -162,6 +167,7 @@ class Exchange:
             banned=lambda peer_id: (blob.root, peer_id) in self._bans,
             ban=functools.partial(self._ban, blob.root),
             failed=self._failed,
+            bug=self._bug,
             verified=self._uploads.arrived_here,
             limit=self._download_limit,
             clock=self._clock,
@@ -178,6 +184,14 @@ class Exchange:
         self._bans[root, peer_id] = None
         if len(self._bans) > _REMEMBERED_BANS:
             self._bans.popitem(last=False)
+
+    def _bug(self, peer_id: PeerId, error: Exception) -> None:
+        """A session failed by what nobody foresaw: counted each time, told the first time."""
+        self._failed(peer_id, "handler")
+        kind = type(error).__name__
+        if len(self._bugs_logged) < _LOGGED_BUGS and kind not in self._bugs_logged:
+            self._bugs_logged.add(kind)
+            logger.warning("an exchange of chunks failed; that stream is closed: %s", kind, exc_info=error)
 
     def _waiting_for(self, download: Download) -> str:
         return (

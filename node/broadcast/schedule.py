@@ -184,6 +184,17 @@ class Reveal:
                     self._hidden.append(index)
                     self._lazy.add(receiver)
 
+    def lost(self, receiver: Hashable, indices: Iterable[int]) -> None:
+        """A receiver fell silent, and what went out to it may not have arrived: what nobody else is known to
+        have is for others, first."""
+        self._lazy.add(receiver)
+        for index in indices:
+            if index in self._unspread[receiver]:
+                self._unspread[receiver].discard(index)
+                del self._sent_to[index]
+                self._unsent.add(index)
+                self._hidden.appendleft(index)
+
     def load(self, receiver: Hashable) -> int:
         """Chunks at this receiver that it has not passed on."""
         return len(self._unspread[receiver]) + len(self._shown[receiver])

@@ -14,10 +14,20 @@ from node.transport.base import Stream
 from protocol.chunks import Frame, encode_frame
 from protocol.errors import SwarmError
 
-__all__ = ["LIFE_S", "Session"]
+__all__ = ["LIFE_S", "Session", "news_wait_s"]
 
 LIFE_S = 5.0
 """A side that has sent nothing for so long says that it lives."""
+
+
+_NEWS_WAIT_S, _MAX_NEWS_WAIT_S = 0.1, 0.3
+_NEWS_PER_S = 50.0
+
+
+def news_wait_s(sessions: int) -> float:
+    """How long news of chunks may wait for more of it, or for a frame to travel with. Every chunk is news to
+    every session: the more there are, the rarer each hears, so that frames do not cost more than chunks."""
+    return min(max(sessions / _NEWS_PER_S, _NEWS_WAIT_S), _MAX_NEWS_WAIT_S)
 
 
 class Session(ABC):

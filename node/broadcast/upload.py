@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable
 
 from node.broadcast.rate import Flow, RateLimit, tally
 from node.broadcast.schedule import Reveal
-from node.broadcast.session import Session
+from node.broadcast.session import Session, news_wait_s
 from node.broadcast.store import StoredBlob, WeightsStore
 from node.clock import Clock
 from node.transport.base import Stream
@@ -50,8 +50,6 @@ SESSION_S = 3600.0
 _APPEAR_S = 2.0
 """A request for a blob that is not here waits so long for it: downloaders of one blob begin together."""
 _APPEAR_STEP_S = 0.1
-_HAVE_WAIT_S = 0.1
-"""News wait so long for a piece to travel with, when one is coming."""
 _LATE_S = 0.5
 _LINGER_S = 3.0
 _MIN_AHEAD = 2
@@ -76,8 +74,8 @@ class UploadSession(Session):
         self.sending: int | None = None
         self.reveal: Reveal | None = None
         """Decides what it is shown, while not every chunk of a new blob was sent."""
-        self.on_the_way: deque[tuple[int, float]] = deque()
-        """(bytes, sent at) of pieces that are not acknowledged, oldest first."""
+        self.on_the_way: deque[tuple[int, int, float]] = deque()
+        """(chunk, bytes, sent at) of pieces that are not acknowledged, oldest first."""
         self._uploads = uploads
         self._shown: set[int] = set()
         self._got: set[int] | None = None
@@ -110,7 +108,7 @@ class UploadSession(Session):
             return
         self._news += news
         if self.queue or self.sending is not None or self.on_the_way:
-            self.later(_HAVE_WAIT_S)
+            self.later(news_wait_s(self._uploads.sessions))
         else:
             self.poke()
 
@@ -119,14 +117,20 @@ class UploadSession(Session):
         size = chunk_size(self.stored.blob, index)
         self.queue.remove(index)
         self.sending = index
-        self.on_the_way.append((size, now_s))
+        self.on_the_way.append((index, size, now_s))
         self.poke()
         return size
 
     def late_bytes(self, now_s: float) -> int:
         """Bytes on their way for so long that they must be waiting for something else than our uplink."""
         before_s = now_s - max(_LATE_S, 4 * self._round_trip_s)
-        return sum(size for size, at_s in self.on_the_way if at_s < before_s)
+        return sum(size for _, size, at_s in self.on_the_way if at_s < before_s)
+
+    def is_silent(self, now_s: float) -> bool:
+        """Whether it has not acknowledged for so long that it may be gone."""
+        return bool(self.on_the_way) and now_s - self.on_the_way[0][2] > max(
+            _LINGER_S, 4 * self._round_trip_s
+        )
 
     async def _read(self) -> None:
         blob = self.stored.blob
@@ -157,7 +161,7 @@ class UploadSession(Session):
         self._acknowledged += fresh
         now_s = self._clock.monotonic_s()
         for _ in range(fresh):
-            size, sent_at_s = self.on_the_way.popleft()
+            _, size, sent_at_s = self.on_the_way.popleft()
             round_trip_s = now_s - sent_at_s
             self._round_trip_s = min(self._round_trip_s or round_trip_s, round_trip_s)
             self._uploads.arrived(size, sent_at_s)
@@ -238,6 +242,11 @@ class Uploads:
         self._copies: OrderedDict[tuple[PeerId, Digest], int] = OrderedDict()
         self._timer: asyncio.TimerHandle | None = None
 
+    @property
+    def sessions(self) -> int:
+        """How many there are."""
+        return len(self._sessions)
+
     def seed(self, stored: StoredBlob) -> None:
         """Show this blob's chunks to one receiver each first."""
         while len(self._reveals) >= _SEEDED:
@@ -300,7 +309,7 @@ class Uploads:
 
     def _left(self, session: UploadSession) -> None:
         self._sessions.remove(session)
-        self._bytes_on_the_way -= sum(size for size, _ in session.on_the_way)
+        self._bytes_on_the_way -= sum(size for _, size, _ in session.on_the_way)
         if session.reveal is not None:
             session.reveal.leave(session)
         if all(each.peer_id != session.peer_id for each in self._sessions):
@@ -389,11 +398,15 @@ class Uploads:
             sessions = sorted((each for each in self._of(root) if each.reveal is reveal), key=reveal.load)
             if not sessions:
                 continue
-            reveal.linger(now_s - _LINGER_S, ((each, index) for each in sessions for index in each.queue))
+            heard = [each for each in sessions if not each.is_silent(now_s)]
+            for session in sessions:
+                if session not in heard:
+                    reveal.lost(session, [index for index, _, _ in session.on_the_way])
+            reveal.linger(now_s - _LINGER_S, ((each, index) for each in heard for index in each.queue))
             ahead = self._ahead(sessions[0].stored.blob.chunk_bytes, len(sessions))
             for session in sessions:
                 session.show(reveal.show(session, now_s, ahead, idle=False))
-            if not any(session.queue or session.sending is not None for session in sessions):
+            if not any(session.queue or session.sending is not None for session in heard):
                 for session in sessions:
                     session.show(reveal.show(session, now_s, ahead, idle=True))
 

@@ -110,6 +110,10 @@ class MemoryChannel(ByteChannel):
         self._carry(self._outbound, 0, self._outbound.end)
         self._inbound.break_off()
 
+    def unplug(self) -> None:
+        """Whatever this end does from now on, closing included, is not noticed at the other one."""
+        self._inbound, self._outbound = Pipe(), Pipe()
+
     def reset(self) -> None:
         """The link is gone: both directions break at once."""
         self._closed = True

@@ -44,9 +44,12 @@ class SocketChannel(ByteChannel):
             return
         transport.close()
         if transport.get_write_buffer_size() > 0:
-            asyncio.get_running_loop().call_later(_FLUSH_TIMEOUT_S, transport.abort)
+            asyncio.get_running_loop().call_later(_FLUSH_TIMEOUT_S, self.abort)
 
     def abort(self) -> None:
         """Close without flushing."""
+        transport = self._writer.transport
         self._open_channels.discard(self)
-        self._writer.transport.abort()
+        # asyncio's abort fails on a transport that has flushed and closed by itself.
+        if not transport.is_closing() or transport.get_write_buffer_size() > 0:
+            transport.abort()

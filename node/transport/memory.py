@@ -95,6 +95,7 @@ class MemoryNetwork:
         self._group_of: dict[PeerId, int] = {}
         self._last_at: dict[tuple[PeerId, PeerId], float] = {}
         self._channels: dict[MemoryChannel, tuple[PeerId, PeerId]] = {}
+        self._silent: set[PeerId] = set()
         self._uplinks: dict[PeerId, _Line] = {}
         self._downlinks: dict[PeerId, _Line] = {}
         self._messages = 0
@@ -148,6 +149,14 @@ class MemoryNetwork:
         """A killed stack comes back with its connections, subscriptions and own records."""
         self._of(peer_id).stack_restarted()
 
+    def silence(self, peer_id: PeerId) -> None:
+        """A peer's cable is pulled: from now on nothing reaches it or comes from it, and nobody is told, so
+        that its streams stay open until a deadline. For good."""
+        self._silent.add(self._of(peer_id).peer_id)
+        for channel, (source, _) in self._channels.items():
+            if source == peer_id:
+                channel.unplug()
+
     # --- for MemoryTransport ---
 
     def attach(self, transport: MemoryTransport) -> None:
@@ -187,7 +196,8 @@ class MemoryNetwork:
                     found[other.peer_id] = other
                     frontier.append(other.peer_id)
         target = _point(key)
-        return sorted(found.values(), key=lambda other: _point(other.peer_id) ^ target)[:count]
+        answering = (other for other in found.values() if not self._is_cut(source, other.peer_id))
+        return sorted(answering, key=lambda other: _point(other.peer_id) ^ target)[:count]
 
     def next_message_number(self) -> int:
         self._messages += 1
@@ -207,9 +217,12 @@ class MemoryNetwork:
                 self._last_at[source, target] = at
             asyncio.get_running_loop().call_at(at, self._deliver, source, target, deliver)
 
-    async def round_trip(self) -> None:
-        """Wait as long as a small request and its reply take, lost ones sent again."""
+    async def round_trip(self, *ends: PeerId) -> None:
+        """Wait as long as a small request and its reply take, lost ones sent again; for ever where one of
+        `ends` is silent."""
         await asyncio.sleep(self._reliable_delay_s() + self._reliable_delay_s())
+        if self._is_cut(*ends):
+            await asyncio.get_running_loop().create_future()
 
     def open_channels(self, source: PeerId, target: PeerId) -> tuple[MemoryChannel, MemoryChannel]:
         """Both ends of a new byte channel."""
@@ -218,8 +231,8 @@ class MemoryNetwork:
             MemoryChannel(back, there, functools.partial(self._carry, source, target)),
             MemoryChannel(there, back, functools.partial(self._carry, target, source)),
         )
+        self._channels |= zip(ends, ((source, target), (target, source)), strict=True)
         for end in ends:
-            self._channels[end] = (source, target)
             end.on_close = lambda closed: self._channels.pop(closed, None)
         return ends
 
@@ -231,18 +244,26 @@ class MemoryNetwork:
         sent_at_s = self._uplinks.get(source, _UNLIMITED).through(self._now_s(), count)
         pipe.last_at_s = max(sent_at_s + self._reliable_delay_s(), pipe.last_at_s + _FIFO_STEP_S)
         downlink = self._downlinks.get(target)
+
+        def pass_on() -> None:
+            if not self._is_cut(source, target):
+                arrive()
+
         if downlink is None:
-            loop.call_at(pipe.last_at_s, arrive)
+            loop.call_at(pipe.last_at_s, pass_on)
             return
 
         def reached() -> None:
-            loop.call_at(downlink.through(self._now_s(), count), arrive)
+            loop.call_at(downlink.through(self._now_s(), count), pass_on)
 
         loop.call_at(pipe.last_at_s, reached)
 
     def _deliver(self, source: PeerId, target: PeerId, deliver: Callable[[], None]) -> None:
-        if self.reachable(source, target) is not None:
+        if self.reachable(source, target) is not None and not self._is_cut(source, target):
             deliver()
+
+    def _is_cut(self, *ends: PeerId) -> bool:
+        return not self._silent.isdisjoint(ends)
 
     def _reset_broken_channels(self) -> None:
         for channel, (source, target) in list(self._channels.items()):
@@ -321,8 +342,13 @@ class MemoryTransport(Transport):
         peer_id = match.group(1)
         if peer_id == self.peer_id:
             raise AddressError(f"{address} is this node itself; give the address of another one")
-        await self._network.round_trip()
-        self._dial(peer_id, AddressError(f"no peer answers at {address}; is it running and reachable?"))
+        unreachable = AddressError(f"no peer answers at {address}; is it running and reachable?")
+        try:
+            async with asyncio.timeout(self._limits.connect_timeout_s):
+                await self._network.round_trip(self.peer_id, peer_id)
+        except TimeoutError:
+            raise unreachable from None
+        self._dial(peer_id, unreachable)
         return peer_id
 
     async def peers(self) -> tuple[ConnectedPeer, ...]:
@@ -434,7 +460,7 @@ class MemoryTransport(Transport):
         self._require_up()
         try:
             async with asyncio.timeout(self._limits.connect_timeout_s):
-                await self._network.round_trip()
+                await self._network.round_trip(self.peer_id, peer_id)
         except TimeoutError:
             raise DeadlineError(f"opening {protocol} at {peer_id}", self._limits.connect_timeout_s) from None
         other = self._dial(peer_id, TransportError(f"{peer_id} cannot be reached"))

@@ -12,7 +12,7 @@ which on an idle machine is the wall's. The base's hash is known, as from a chai
 of both, copying the base is part of decoding. `parallel` has the gain in wall time from all cores. `apply_s`
 changes a copy in place with all cores, all hashing included; `engine_s` then gives it to a transformers
 engine in this process, all of it, and waits. `extra_bytes` is the most memory beyond the two weight sets that
-numpy takes while encoding and applying on one thread. Not measured: the network.
+numpy takes while encoding and applying on one thread. Not measured: the network (`swarm bench broadcast`).
 """
 
 from __future__ import annotations

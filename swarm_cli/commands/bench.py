@@ -87,6 +87,49 @@ def codec(
         out.print(_table(report))
 
 
+@app.command()
+def broadcast(
+    mbit: Annotated[
+        float | None, typer.Option(help="Megabits a second of each node, up and down.", show_default="20")
+    ] = None,
+    size_mb: Annotated[
+        float | None, typer.Option(help="Megabytes that travel, of a million bytes.", show_default="32")
+    ] = None,
+    receivers: Annotated[
+        list[int] | None, typer.Option(help="How many nodes get them; repeatable.", show_default="8, 16")
+    ] = None,
+    baselines: Annotated[
+        bool, typer.Option("--baselines/--no-baselines", help="Unicast and libtorrent as well.")
+    ] = True,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Few nodes, little data: only shows that it runs.")
+    ] = False,
+    json: JsonOption = False,
+) -> None:
+    """From one node to n over home uplinks, against unicast and libtorrent: nine minutes. Best as root.
+
+    Root may make network namespaces, where the kernel limits every link; others share one unlimited device
+    and limit themselves. Exit codes: 0 measured, 1 a node failed, 2 wrong input.
+    """
+    import dataclasses
+
+    from swarm_cli.bench.broadcast.bench import FULL, QUICK, bench_broadcast
+
+    size = QUICK if quick else FULL
+    size = dataclasses.replace(
+        size,
+        mbit=size.mbit if mbit is None else mbit,
+        size_bytes=size.size_bytes if size_mb is None else round(size_mb * 1e6),
+        receivers=tuple(receivers) if receivers else size.receivers,
+        baselines=baselines,
+    )
+    report = bench_broadcast(size, _say)
+    if json:
+        write_json(report)
+    else:
+        out.print(_table(report))
+
+
 def _say(text: str) -> None:
     err.print(text)
 

@@ -94,14 +94,16 @@ def simulate(
     link: LinkConditions = HOME,
     mbits: Mapping[int, tuple[float, float]] | None = None,
     killed: Mapping[int, float] | None = None,
+    silenced: Mapping[int, float] | None = None,
     joins: Mapping[int, float] | None = None,
     holders: Sequence[int] = (0,),
     seed: int = 1,
     options: Mapping[str, float] | None = None,
     deadline_s: float = 3600.0,
 ) -> Outcome:
-    """Node 0 seeds, nodes 1.. receive. `mbits`: other (up, down) links by node; `killed`, `joins`: seconds at
-    which a node vanishes or begins; `holders`: nodes that have the whole blob (node 0 seeds if alone)."""
+    """Node 0 seeds, nodes 1.. receive. `mbits`: other (up, down) links by node. Seconds by node: `killed`, it
+    vanishes and its streams break; `silenced`, they stay open without a word; `joins`, it begins. `holders`:
+    nodes that have the whole blob (node 0 seeds if alone)."""
     data = random.Random(seed).randbytes(size)
 
     async def main() -> Outcome:
@@ -137,13 +139,16 @@ def simulate(
             if number not in holders
         }
 
-        async def kill(number: int, at_s: float) -> None:
+        async def lose(number: int, at_s: float, how: Callable[[PeerId], None]) -> None:
             await asyncio.sleep(at_s)
-            network.kill(nodes[number].peer_id)
+            how(nodes[number].peer_id)
             if number in tasks:
                 tasks[number].cancel()
 
-        deaths = [asyncio.create_task(kill(*death)) for death in (killed or {}).items()]
+        losses = [(killed or {}, network.kill), (silenced or {}, network.silence)]
+        deaths = [
+            asyncio.create_task(lose(*death, how)) for deadly, how in losses for death in deadly.items()
+        ]
         await asyncio.gather(*tasks.values(), return_exceptions=True)
         await asyncio.gather(*deaths)
         for number, node in enumerate(nodes):

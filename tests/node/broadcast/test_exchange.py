@@ -11,7 +11,9 @@ import random
 
 import pytest
 
+from node.broadcast.download import Download
 from node.broadcast.exchange import Exchange
+from node.broadcast.session import news_wait_s
 from node.broadcast.store import WeightsStore
 from node.clock import SystemClock, VirtualClock, run_virtual
 from node.transport.memory import MemoryNetwork
@@ -52,6 +54,22 @@ def test_a_third_of_the_receivers_may_vanish(tmp_path):
     outcome = simulate(tmp_path, 9, 4 * MIB, mbit=5.0, killed={1: 3.0, 4: 3.3, 7: 3.5})
     assert set(outcome.done_s) == {2, 3, 5, 6, 8, 9}
     assert outcome.ratio <= 1.3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 4])
+def test_a_third_of_the_receivers_may_fall_silent(tmp_path, seed):
+    """Nobody is told, and they have asked for chunks that no other was shown."""
+    silenced = {1: 3.0, 4: 3.3, 7: 3.5}
+    outcome = simulate(tmp_path, 9, 2 * MIB, mbit=2.5, silenced=silenced, seed=seed)
+    assert set(outcome.done_s) == {2, 3, 5, 6, 8, 9}
+    assert outcome.ratio <= 1.5
+
+
+def test_last_receiver_gets_all_though_nobody_is_left_to_pass_it_on_to(tmp_path):
+    outcome = simulate(tmp_path, 2, 512 * KIB, mbit=0.25, silenced={1: 4.0}, seed=4)
+    assert set(outcome.done_s) == {2}
+    assert outcome.ratio <= 1.7
 
 
 @pytest.mark.slow
@@ -99,6 +117,11 @@ def test_source_that_vanishes_after_one_copy_is_not_needed(tmp_path):
     outcome = simulate(tmp_path, 3, MIB, mbit=2.5, killed={0: 4.0})
     assert set(outcome.done_s) == {1, 2, 3}
     assert outcome.ratio <= 1.5
+
+
+@pytest.mark.parametrize(("sessions", "wait_s"), [(0, 0.1), (5, 0.1), (10, 0.2), (15, 0.3), (99, 0.3)])
+def test_news_is_rarer_in_a_crowd(sessions, wait_s):
+    assert news_wait_s(sessions) == pytest.approx(wait_s)
 
 
 # --- caps ---
@@ -189,6 +212,35 @@ def test_provider_that_gets_the_blob_later_is_asked_again(tmp_path):
             await node.transport.close()
 
     run_virtual(main())
+
+
+def test_bug_of_ours_in_a_session_is_told_once_counted_and_tried_again(tmp_path, caplog, monkeypatch):
+    data = random.Random(5).randbytes(100 * KIB)
+    arrivals = iter(range(3))
+
+    def fail_at_first(download: Download, *given: object) -> None:
+        if next(arrivals, None) is not None:
+            raise KeyError("a bug")
+        piece(download, *given)
+
+    piece = Download.piece
+    monkeypatch.setattr(Download, "piece", fail_at_first)
+
+    async def main() -> None:
+        network = MemoryNetwork(clock=VirtualClock())
+        source, taker = nodes_of(network, tmp_path, 2)
+        for node in (source, taker):
+            await node.transport.start()
+        blob = source.store.add(data).blob
+        assert bytes((await taker.exchange.fetch(blob, 60.0)).data()) == data
+        assert taker.failures == {(source.peer_id, "handler"): 3}
+        for node in (source, taker):
+            await node.transport.close()
+
+    run_virtual(main())
+    assert [record.getMessage() for record in caplog.records] == [
+        "an exchange of chunks failed; that stream is closed: KeyError"
+    ]
 
 
 def test_several_blobs_at_once_over_at_most_four_streams_a_peer(tmp_path):

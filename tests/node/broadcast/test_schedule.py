@@ -110,6 +110,37 @@ def test_receiver_that_lets_chunks_lie_is_passed_over():
     assert len(reveal.show("a", 1.0, 9, idle=False)) == 3
 
 
+def test_what_went_to_a_silent_receiver_is_for_others_first():
+    reveal = reveal_of("a", "b", "c", count=6)
+    passed_on, lost, kept = reveal.show("a", 0.0, 3, idle=False)
+    for index in (passed_on, lost, kept):
+        reveal.sent("a", index)
+    reveal.got("a", kept)
+    reveal.got("b", passed_on)
+    for _ in range(2):  # it stays silent
+        reveal.lost("a", [passed_on, lost])
+    assert reveal.show("a", 1.0, 6, idle=True) == []
+    assert reveal.show("b", 1.0, 1, idle=False) == [lost]
+    rest = reveal.show("c", 1.0, 6, idle=False)
+    assert sorted([passed_on, lost, kept, *rest]) == list(range(6))
+    for index in rest:
+        reveal.sent("c", index)
+    assert not reveal.done
+    reveal.sent("b", lost)
+    assert reveal.done
+
+
+def test_chunk_that_seemed_lost_and_is_told_of_after_all_is_not_sent_again():
+    reveal = reveal_of("a", "b", count=1)
+    (index,) = reveal.show("a", 0.0, 1, idle=False)
+    reveal.sent("a", index)
+    reveal.lost("a", [index])
+    assert not reveal.done
+    reveal.got("a", index)
+    assert reveal.done
+    assert reveal.show("b", 1.0, 1, idle=True) == []
+
+
 def test_receiver_that_does_not_pass_on_gets_less_unless_nobody_else_asks():
     reveal = reveal_of("a", "b", count=20)
     for _ in range(10):

@@ -190,6 +190,57 @@ def test_record_of_a_dead_holder_is_stored_again_by_its_owner():
     run_virtual(main())
 
 
+def test_silent_peer_is_noticed_by_deadlines_only():
+    async def main() -> None:
+        network = network_of(LinkConditions(10, 10))
+        nodes = await star(network, 3)
+        loop = asyncio.get_running_loop()
+        stream = await nodes[0].open_stream(PEERS[1], ECHO)
+        await nodes[0].store("key", b"value", network.clock.now_ms() + 60_000)
+        async with nodes[1].subscribe(TOPIC) as messages:
+            await stream.send(b"on its way")
+            network.silence(PEERS[1])
+            began_s = loop.time()
+            with pytest.raises(DeadlineError):
+                await stream.receive()
+            assert loop.time() - began_s == pytest.approx(20.0, abs=0.1)
+            assert {peer.peer_id for peer in await nodes[0].peers()} == {PEERS[1], PEERS[2]}
+            for work in (nodes[0].open_stream(PEERS[1], ECHO), nodes[1].open_stream(PEERS[0], ECHO)):
+                with pytest.raises(DeadlineError, match="opening"):
+                    await work
+            with pytest.raises(AddressError, match="no peer answers"):
+                await nodes[2].connect(nodes[1].addresses()[0])
+            await nodes[0].publish(TOPIC, b"lost")
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(anext(messages), 1)
+        assert await nodes[2].get("key") == b"value"
+        with pytest.raises(ValueError, match="not in this network"):
+            network.silence(PEERS[7])
+        await close(nodes)
+
+    run_virtual(main())
+
+
+def test_closing_at_a_silent_end_is_not_seen_at_the_other():
+    async def main() -> None:
+        network = network_of()
+        nodes = await star(network, 2)
+        channel = await nodes[0].open_channel(PEERS[1], ECHO)
+        network.silence(PEERS[0])
+        channel.close()
+        reading = asyncio.create_task(channel.read_exactly(1))
+        with pytest.raises(TransportError):
+            await reading
+        await asyncio.sleep(10)
+        (theirs,) = (each for each in network._channels if network._channels[each] == (PEERS[1], PEERS[0]))
+        await theirs.write(b"still open")
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(theirs.read_exactly(1), 5)
+        await close(nodes)
+
+    run_virtual(main())
+
+
 def test_churn_leaves_the_rest_working():
     async def main() -> None:
         nodes = await star(network_of(), 4)
