@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from node.broadcast.follower_probe import FollowerProbe
 from node.config import VllmConfig
 from node.rollout.engine.base import EngineError, GenerationRequest, TokenSequence
 from node.rollout.engine.parity import ParityProbe, parity, probe_sequences
@@ -181,6 +182,25 @@ def test_every_kind_of_layer_alone(
     agrees(engine, reference, policy, base, 5)
     agrees(engine, reference, policy, disturbed(base, 0.4, share=share, seed=12, only=only), 6)
     assert engine.patch_bytes > 0
+
+
+def test_a_followers_probe_finds_weights_that_nobody_meant(
+    engine: VllmEngine, policy: Policy, state: State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    follower = FollowerProbe(engine, policy, None, prompt=QUESTIONS[0].format, tolerance=1e-3)
+    assert follower.update(disturbed(state, 0.05, seed=11), 20) is False
+    assert (follower.failure, engine.policy_version) == ("", 20)
+
+    given, others = engine.update, [disturbed(state, 0.05, seed=13)]
+
+    def wrong_once(weights: State, policy_version: int) -> None:
+        given(others.pop() if others else weights, policy_version)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "update", wrong_once)
+        follower = FollowerProbe(engine, policy, None, prompt=QUESTIONS[0].format, tolerance=1e-3)
+        assert follower.update(disturbed(state, 0.05, seed=12), 21) is True  # loaded anew, as a whole
+        assert follower.failure == ""
 
 
 def test_a_patch_for_another_base_is_refused_and_everything_sent(
