@@ -332,9 +332,9 @@ def test_an_owner_whose_finite_weights_give_no_numbers_is_left_for_another(
             liar, other = owners if owners[0].peer_id == reached.owner else reversed(owners)
             offer = liar.node._owner.offer
 
-            def offer_huge(policy_version: int, state: dict[str, torch.Tensor]) -> None:
+            def offer_huge(policy_version: int, state: dict[str, torch.Tensor], **rest: bool) -> None:
                 huge = {name: torch.full_like(each, 3e38) for name, each in state.items() if "norm" in name}
-                offer(policy_version, {**state, **huge})
+                offer(policy_version, {**state, **huge}, **rest)
 
             liar.node._owner.offer = offer_huge
             await until_reached(follower, owner=other)
