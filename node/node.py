@@ -161,7 +161,6 @@ class Node(NodeCore):
         self._sharing: WeightsSharing | None = None
         self._owner: OwnerBroadcast | None = None
         self._merger: Merger | None = None
-        self._trains: TrainStage | None = None
         if self._network is not None:
             self._collector = self._collect(self._network)
             self._sharing = self._share_weights(self._network)
@@ -318,10 +317,9 @@ class Node(NodeCore):
         self._worker = self._rollout(
             self._lineage, self._publish, awake=self._engine.awake, waits_for="the trainer"
         )
-        self._trains = self._train()
         stages = {
             "rollout": self._worker.run(),
-            "train": self._trains.run(),
+            "train": self._train().run(),
             "end": self._end_when_finished(),
         }
         if self._collector is not None:
@@ -378,7 +376,7 @@ class Node(NodeCore):
             self._stop.set()
 
     def _steps(self) -> int:
-        return self._trains.steps if self._trains is not None else 0
+        return self._parts.trainer.steps
 
     # --- what stages call ---------------------------------------------------------------------------------
 

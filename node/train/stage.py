@@ -129,8 +129,6 @@ class TrainStage:
         self._merge = merge
         self._merged_version = 0
         """Of the last merge that was adopted in this run."""
-        self.steps = 0
-        """Steps of this run that changed the weights."""
 
     async def run(self) -> None:
         """All steps of this run."""
@@ -162,7 +160,6 @@ class TrainStage:
             with self._gauge.working():
                 report = await self._compute.run("train", self._trainer.step, prepared.batch)
         if not report.skipped:
-            self.steps += 1
             self._remember(prepared, report)
             with self._gauge.waiting("broadcast"):
                 await self._broadcast(report.policy_version)

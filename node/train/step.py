@@ -113,6 +113,8 @@ class Trainer:
         self.optimiser = _optimiser(self._parameters, settings)
         self.updates = 0
         """Optimiser steps made since the optimiser was new; drives the warm-up."""
+        self.steps = 0
+        """Steps that this object has made and that changed the weights."""
 
     def step(self, batch: TrainingBatch) -> StepReport:
         """Train on `batch` once. Raises nothing for numbers that overflow: the report says `skipped`. Raises
@@ -134,6 +136,7 @@ class Trainer:
                 group["lr"] = learning_rate
             self.optimiser.step()
             self.updates += 1
+            self.steps += 1
             self.policy_version += 1
         self.optimiser.zero_grad(set_to_none=True)
         own_tokens = max(int(batch.mask_BT[batch.own_B].sum()), 1)
