@@ -49,7 +49,7 @@ from torch import Tensor
 from node.broadcast.adopt import MergeAdoption
 from node.broadcast.engine import EngineBroadcast
 from node.broadcast.merge import MergeRule, Strategy
-from node.broadcast.merger import Merge, Merger
+from node.broadcast.merger import Merger
 from node.broadcast.owner import OwnerBroadcast
 from node.broadcast.sharing import WeightsSharing
 from node.config import NodeConfig
@@ -72,7 +72,7 @@ from node.verify.stage import VerifyStage
 from node.verify.tokens import Decode
 from node.weight.answered import AnsweredPrompts
 from node.weight.trust import Hardness, Standing
-from protocol.messages import Digest, Lineage, PeerId, PromptRef, RolloutGroup
+from protocol.messages import Digest, Lineage, PeerId, PromptRef, RolloutGroup, SignedLink
 
 __all__ = ["Node", "NodeParts"]
 
@@ -231,7 +231,7 @@ class Node(NodeCore):
             settle_s=merge.settle_s,
             fetch_timeout_s=self.config.broadcast.fetch_timeout_s,
             scratch=self._home.merge,
-            contribute=owner.contribute,
+            contribute=lambda: self._contribute(owner),
             partners=lambda: network.trainers_of(base_model),
             admitted=self._may_merge,
             window=self._window,
@@ -242,13 +242,13 @@ class Node(NodeCore):
             gauge=self._gauges["merge"],
         )
 
-    def _adoption(self) -> MergeAdoption:
+    def _adoption(self, merger: Merger) -> MergeAdoption:
         merge = self.config.merge
         return MergeAdoption(
             self._parts.trainer,
             self._parts.engine,
             self._engine,
-            take=self._take_merge,
+            take=merger.take,
             rewards=lambda: self._held_out.rewards(merge.probe_prompts),
             confidence=merge.confidence,
             tolerance=merge.tolerance,
@@ -301,7 +301,7 @@ class Node(NodeCore):
             used=self._admission.used,
             held=self._admission.held,
             alone=self._engine.alone,
-            merge=self._adoption().next if self._merger is not None else None,
+            merge=self._adoption(self._merger).next if self._merger is not None else None,
             broadcast=self._engine.broadcast,
             evaluate=self._evaluate,
             save=self._save,
@@ -390,14 +390,12 @@ class Node(NodeCore):
         if self._owner is not None:
             self._owner.offer(policy_version, state, anchor=anchor)
 
-    def _take_merge(self) -> Merge | None:
-        """A merge that waits to be judged; none any more once the engine has failed for good."""
-        if self._merger is None:
-            return None
-        if self._engine.not_sharing:
+    async def _contribute(self, owner: OwnerBroadcast) -> SignedLink | None:
+        """For the next merge; once the engine has failed for good nothing, nor does what was given count."""
+        if self._merger is not None and self._engine.not_sharing:
             self._merger.withdraw()
             return None
-        return self._merger.take()
+        return await owner.contribute()
 
     def _may_merge(self, author: PeerId) -> bool:
         """Whether an author's weights count in a merge here: a member of a closed swarm, or who has earned

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -140,5 +141,27 @@ def test_whose_engine_has_failed_for_good_takes_part_no_more(
             assert cat.of(MergeJudged) == []
             for toy in (ann, ben):
                 assert {cat.peer_id} & set(toy.of(MergeJudged)[-1].authors) == set()
+
+    run_virtual(main())
+
+
+def test_what_was_contributed_counts_no_more_once_the_engine_has_failed_for_good(
+    tmp_path: Path, policies: Sequence[Policy]
+) -> None:
+    async def main() -> None:
+        async with ToySwarm(tmp_path, policies) as swarm:
+            ann, ben, cat = await trainers(swarm, "ann", "ben", "cat", train__steps=90)
+            swarm.start()
+            async with asyncio.timeout(60):
+                while not all(toy.of(MergeJudged) for toy in (ann, ben, cat)):  # noqa: ASYNC110
+                    await asyncio.sleep(0.5)
+            merges = {toy.peer_id: len(toy.of(MergeJudged)) for toy in (ann, ben)}
+            assert cat.peer_id in ann.of(MergeJudged)[-1].authors
+            cat.node._engine.not_sharing = "as told"
+            await swarm.finished()
+            for toy in (ann, ben):
+                later = toy.of(MergeJudged)[merges[toy.peer_id] :]
+                assert later
+                assert all(cat.peer_id not in event.authors for event in later)
 
     run_virtual(main())
