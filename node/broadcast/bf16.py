@@ -17,7 +17,7 @@ from torch import Tensor
 
 from protocol.errors import LocalProtocolError
 
-__all__ = ["U16", "all_finite", "to_bits", "to_tensors"]
+__all__ = ["U16", "all_finite", "ties_of", "to_bits", "to_tensors"]
 
 U16 = NDArray[np.uint16]
 
@@ -50,6 +50,17 @@ def to_bits(state: Mapping[str, Tensor]) -> dict[str, U16]:
 def to_tensors(bits: Mapping[str, U16]) -> dict[str, Tensor]:
     """The same memory as bfloat16 tensors."""
     return {name: torch.from_numpy(array.view(np.int16)).view(torch.bfloat16) for name, array in bits.items()}
+
+
+def ties_of(bits: Mapping[str, U16]) -> dict[str, str]:
+    """For each name whose memory an earlier one in order has, that name."""
+    first: dict[tuple[int, tuple[int, ...]], str] = {}
+    ties = {}
+    for name in sorted(bits):
+        source = first.setdefault((bits[name].ctypes.data, bits[name].shape), name)
+        if source != name and bits[name].size:
+            ties[name] = source
+    return ties
 
 
 def all_finite(bits: Mapping[str, U16]) -> bool:

@@ -28,15 +28,12 @@ from torch import Tensor
 
 from node.compute import Compute
 from node.rollout.engine.base import Engine, EngineError
-from node.rollout.engine.parity import ParityError, ParityProbe, parity, probe_sequences
+from node.rollout.engine.parity import PROBE_PROMPTS, ParityError, ParityProbe, make_probe, parity
 from node.rollout.policy import Policy
 from node.supervise import StageGauge
 from node.train.step import Trainer
 
 __all__ = ["EngineBroadcast", "Proven"]
-
-PROBE_PROMPTS = 4
-PROBE_TOKENS = 24
 
 
 class Proven(Protocol):
@@ -165,6 +162,4 @@ class EngineBroadcast:
     def _make_probe(self) -> ParityProbe:
         policy = self._policy
         prompts = [policy.encode_prompt(prompt) for prompt in self._prompts()[:PROBE_PROMPTS]]
-        room = self._engine.context - max(len(prompt) for prompt in prompts)
-        sequences = probe_sequences(prompts, policy.vocab_size, min(PROBE_TOKENS, room))
-        return ParityProbe(tuple(sequences), self._tolerance)
+        return make_probe(prompts, policy.vocab_size, self._engine.context, self._tolerance)

@@ -26,6 +26,7 @@ from node.broadcast.store import StoredBlob, WeightsStore
 from node.broadcast.upload import SESSION_S, Uploads
 from node.clock import Clock
 from node.transport.base import Transport
+from node.transport.limits import MAX_BUGS_TOLD, FirstTimes
 from protocol.errors import DeadlineError, LocalProtocolError
 from protocol.messages import ChunkedBlob, Digest, PeerId
 from protocol.topics import CHUNKS_PROTOCOL
@@ -37,7 +38,6 @@ logger = logging.getLogger(__name__)
 _BLOBS_PER_PEER = 4
 """Blobs that one peer is asked for at a time: half of the streams that it allows us."""
 _REMEMBERED_BANS = 4096
-_LOGGED_BUGS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class Exchange:
         self._run_blocking = run_blocking
         self._downloaded: Counter[PeerId] = Counter()
         self._bans: OrderedDict[tuple[Digest, PeerId], None] = OrderedDict()
-        self._bugs_logged: set[str] = set()
+        self._bugs = FirstTimes(MAX_BUGS_TOLD)
         self._running: dict[Digest, _Running] = {}
         self._uploads = Uploads(store, RateLimit(upload_mbit), upload_slots, failed, clock, rng)
         transport.serve(CHUNKS_PROTOCOL, self._uploads.serve, deadline_s=SESSION_S + 60)
@@ -189,8 +189,7 @@ class Exchange:
         """A session failed by what nobody foresaw: counted each time, told the first time."""
         self._failed(peer_id, "handler")
         kind = type(error).__name__
-        if len(self._bugs_logged) < _LOGGED_BUGS and kind not in self._bugs_logged:
-            self._bugs_logged.add(kind)
+        if self._bugs.is_new(kind):
             logger.warning("an exchange of chunks failed; that stream is closed: %s", kind, exc_info=error)
 
     def _waiting_for(self, download: Download) -> str:

@@ -11,21 +11,19 @@ shared. Not for a node that trains (`engine.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
 from node.rollout.adapter import AdapterSpec
 from node.rollout.engine.base import Engine
-from node.rollout.engine.parity import ParityError, ParityProbe, probe_sequences
+from node.rollout.engine.parity import PROBE_PROMPTS, PROBE_TOKENS, ParityError, ParityProbe, make_probe
 from node.rollout.engine.transformers import TransformersEngine
 from node.rollout.policy import Policy
 
 __all__ = ["FollowerProbe"]
 
 PROBE_EVERY = 8
-PROBE_PROMPTS = 4
-PROBE_TOKENS = 24
 
 
 class FollowerProbe:
@@ -69,12 +67,10 @@ class FollowerProbe:
             raise
 
     def _make(self) -> tuple[TransformersEngine, ParityProbe]:
-        room = self._engine.context - PROBE_TOKENS
-        texts: Sequence[str] = [self._prompt(number) for number in range(PROBE_PROMPTS)]
-        sequences = probe_sequences(
-            [self._policy.encode_prompt(text)[:room] for text in texts], self._policy.vocab_size, PROBE_TOKENS
-        )
+        policy, context = self._policy, self._engine.context
+        texts = [self._prompt(number) for number in range(PROBE_PROMPTS)]
+        prompts = [policy.encode_prompt(text)[: context - PROBE_TOKENS] for text in texts]
         return (
-            TransformersEngine(self._policy, adapter=self._adapter),
-            ParityProbe(tuple(sequences), self._tolerance),
+            TransformersEngine(policy, adapter=self._adapter),
+            make_probe(prompts, policy.vocab_size, context, self._tolerance),
         )

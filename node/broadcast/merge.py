@@ -33,7 +33,7 @@ import numpy as np
 
 from node.broadcast import _merge_kernels as kernels
 from node.broadcast._merge_kernels import F64, U16, VALUES
-from node.broadcast.bf16 import all_finite
+from node.broadcast.bf16 import all_finite, ties_of
 from node.broadcast.merge_set import Contribution
 from protocol._delta_layout import read_only
 from protocol.codec import digest, framed
@@ -88,6 +88,12 @@ class MergeRule:
         for name, fits in bounds.items():
             if not fits:
                 raise LocalProtocolError(f"merge rule with {name} = {getattr(self, name)} is out of range")
+
+    def ages(self, contributions: Sequence[Contribution]) -> list[int]:
+        """Windows by which each is older than the newest of them."""
+        windows = [each.link.created_at // self.window_ms for each in contributions]
+        newest = max(windows, default=0)
+        return [newest - window for window in windows]
 
     def digest(self) -> Digest:
         """Equal for equal rules only: nodes compare it before they take each other's contributions."""
@@ -195,7 +201,7 @@ def warm_up() -> None:
 def _guarded(
     base: Bits, ordered: Sequence[tuple[Contribution, Bits]], rule: MergeRule
 ) -> tuple[list[_Taken], list[Dropped]]:
-    ties = _ties(base)
+    ties = ties_of(base)
     sound, dropped = [], []
     for contribution, bits in ordered:
         reason, detail = _fault(base, bits, ties)
@@ -203,20 +209,15 @@ def _guarded(
             dropped.append(Dropped(contribution.author, contribution.tag, reason, detail))
         else:
             sound.append((contribution, bits))
-    newest = max((_window(contribution, rule) for contribution, _ in sound), default=0)
     taken = []
-    for contribution, bits in sound:
-        age = newest - _window(contribution, rule)
+    ages = rule.ages([contribution for contribution, _ in sound])
+    for (contribution, bits), age in zip(sound, ages, strict=True):
         if age <= rule.max_age_windows:
             taken.append(_Taken(contribution, bits, age))
         else:
             detail = f"{age} windows older than the newest, {rule.max_age_windows} allowed"
             dropped.append(Dropped(contribution.author, contribution.tag, "merge_stale", detail))
     return taken, sorted(dropped, key=lambda each: each.tag)
-
-
-def _window(contribution: Contribution, rule: MergeRule) -> int:
-    return contribution.link.created_at // rule.window_ms
 
 
 def _fault(base: Bits, bits: Bits, ties: Mapping[str, str]) -> tuple[str, str]:
@@ -233,17 +234,6 @@ def _fault(base: Bits, bits: Bits, ties: Mapping[str, str]) -> tuple[str, str]:
         if bits[name] is not bits[source] and not np.array_equal(bits[name], bits[source]):
             return "merge_tied", f"{name!r} is tied to {source!r} and differs from it"
     return "", ""
-
-
-def _ties(base: Bits) -> dict[str, str]:
-    """For each name whose memory an earlier one has, that name."""
-    first: dict[tuple[int, tuple[int, ...]], str] = {}
-    ties = {}
-    for name in sorted(base):
-        source = first.setdefault((base[name].ctypes.data, base[name].shape), name)
-        if source != name and base[name].size:
-            ties[name] = source
-    return ties
 
 
 # --- strategies ---------------------------------------------------------------------------------------------
@@ -305,7 +295,7 @@ def _merged(
 ) -> dict[str, U16]:
     """The weights, tensor by tensor. `cut`: how many values at each end `trimmed` leaves out, None for a
     combination."""
-    ties = _ties(base)
+    ties = ties_of(base)
     merged: dict[str, U16] = {}
     for name in names:
         if name in ties:

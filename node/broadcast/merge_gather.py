@@ -87,8 +87,8 @@ class MergeGather:
     def eligible(self, heard: Sequence[Contribution]) -> list[Contribution]:
         """What of it goes into a merge, as far as is known: not bad, and not too old against the newest."""
         sound = [each for each in heard if each.tag not in self._bad]
-        newest = max(map(self._window_of, sound), default=0)
-        return [each for each in sound if newest - self._window_of(each) <= self._rule.max_age_windows]
+        ages = self._rule.ages(sound)
+        return [each for each, age in zip(sound, ages, strict=True) if age <= self._rule.max_age_windows]
 
     async def gather(
         self, heard: Sequence[Contribution], round_number: int, until_s: float
@@ -112,9 +112,6 @@ class MergeGather:
             await self._compute.run("merge", self._scratch.require_room, len(missing), self._base)
             absent = await self._bring(missing, here, until_s)
             heard = [each for each in heard if each not in absent]
-
-    def _window_of(self, contribution: Contribution) -> int:
-        return contribution.link.created_at // self._rule.window_ms
 
     async def _bring(
         self, missing: Sequence[Contribution], here: dict[Digest, Bits], until_s: float

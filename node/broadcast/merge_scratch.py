@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from node.broadcast.bf16 import U16
+from node.broadcast.bf16 import U16, ties_of
 from protocol.errors import OurFault
 
 __all__ = ["MergeScratch"]
@@ -37,7 +37,7 @@ class MergeScratch:
         """Raise OurFault when the disk has no room for so many copies of such weights, OSError when it cannot
         be asked."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        needed = count * sum(array.nbytes for array in _once(weights).values())
+        needed = count * sum(weights[name].nbytes for name in weights.keys() - ties_of(weights).keys())
         free = shutil.disk_usage(self._folder).free
         if free < needed + _FREE_BYTES:
             raise OurFault(
@@ -48,21 +48,15 @@ class MergeScratch:
     def keep(self, name: str, weights: Mapping[str, U16]) -> dict[str, U16]:
         """The same weights, mapped from the disk; tied ones stay tied. Raises OSError when it is full."""
         path = self._folder / name
-        arrays = _once(weights)
+        ties = ties_of(weights)
+        untied = [name for name in weights if name not in ties]
         with path.open("wb") as file:
-            for array in arrays.values():
-                file.write(array.reshape(-1).view(np.uint8).data)
+            for name in untied:
+                file.write(weights[name].reshape(-1).view(np.uint8).data)
         whole = np.asarray(np.memmap(path, np.uint16, "r")) if path.stat().st_size else np.empty(0, np.uint16)
         mapped, start = {}, 0
-        for key, array in arrays.items():
-            mapped[key] = whole[start : start + array.size].reshape(array.shape)
+        for name in untied:
+            array = weights[name]
+            mapped[name] = whole[start : start + array.size].reshape(array.shape)
             start += array.size
-        return {tensor: mapped[_key(array)] for tensor, array in weights.items()}
-
-
-def _key(array: U16) -> tuple[int, tuple[int, ...]]:
-    return array.ctypes.data, array.shape
-
-
-def _once(weights: Mapping[str, U16]) -> dict[tuple[int, tuple[int, ...]], U16]:
-    return {_key(array): array for array in weights.values()}
+        return {name: mapped[ties.get(name, name)] for name in weights}

@@ -22,7 +22,7 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from protocol.codec import decode, encode, framed
+from protocol.codec import decode, digest, encode, framed
 from protocol.constants import MAX_CONTRIBUTIONS, MAX_REMOVED_TAGS
 from protocol.errors import LocalProtocolError, RemoteProtocolError, SignatureError
 from protocol.identity import Identity, verify
@@ -125,7 +125,7 @@ class MergeSet:
         held = [part for each in self.links() for part in (each.link, each.signature)]
         gone = [part for each in self.removals() for part in (each.removal, each.signature)]
         fields = (bytes.fromhex(self.base), len(held).to_bytes(4, "big"), *held, *gone)
-        return hashlib.sha256(framed("merge-held", *fields)).hexdigest()
+        return digest(framed("merge-held", *fields))
 
     def links(self) -> list[SignedLink]:
         """All additions, for other nodes; removed ones too, since they keep older ones away."""
@@ -231,7 +231,7 @@ class MergeSet:
 def set_digest(base: Digest, contributions: Iterable[Contribution]) -> Digest:
     """Names these contributions, whatever their order: `MergeSet.digest` for a part of a set."""
     tags = sorted(bytes.fromhex(each.tag) for each in contributions)
-    return hashlib.sha256(framed("merge-set", bytes.fromhex(base), *tags)).hexdigest()
+    return digest(framed("merge-set", bytes.fromhex(base), *tags))
 
 
 def sign_removal(identity: Identity, swarm_id: Digest, removal: MergeRemoval) -> SignedRemoval:
@@ -262,4 +262,4 @@ def _signed(swarm_id: Digest, payload: bytes) -> bytes:
 
 def _tag(signed: SignedLink) -> Digest:
     """Without the signature: its author could make several for one link."""
-    return hashlib.sha256(signed.link).hexdigest()
+    return digest(signed.link)

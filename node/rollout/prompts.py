@@ -52,11 +52,15 @@ class Universe:
                 self._items.popitem(last=False)
         return prompt
 
-    def held_out(self, per_task: int) -> dict[str, list[Prompt]]:
-        """`per_task` evaluation prompts of every environment, the same on every node of the swarm."""
+    def held_out(self, per_task: int, *, after: int = 0) -> dict[str, list[Prompt]]:
+        """`per_task` evaluation prompts of every environment, those that follow the first `after` ones; the
+        same on every node of the swarm."""
         count = len(self._environments)
         return {
-            name: [self._held_out_item(environment, number * count + position) for number in range(per_task)]
+            name: [
+                self._held_out_item(environment, number * count + position)
+                for number in range(after, after + per_task)
+            ]
             for position, (name, environment) in enumerate(self._environments.items())
         }
 

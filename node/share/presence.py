@@ -21,6 +21,7 @@ from statistics import median_high, median_low
 from node.clock import Clock
 from node.events import inert
 from node.transport.base import Stream, Transport
+from node.transport.limits import FirstTimes
 from protocol.charter import MAX_CHARTER_BYTES, charter_bytes, decode_charter, is_member, swarm_id
 from protocol.codec import decode, encode
 from protocol.constants import PROTOCOL_VERSION
@@ -143,7 +144,7 @@ class Presence:
         """Swarm time at which the first neighbour was seen, ms."""
         self._skews_ms: dict[PeerId, int] = {}
         self._skew_told = False
-        self._refusals_told: set[PeerId] = set()
+        self._told = FirstTimes(REFUSALS_TOLD)
         self._sought: OrderedDict[PeerId, _Sought] = OrderedDict()
         self._stored: PeerRecord | None = None
         self._said: Lineage | None = None
@@ -314,8 +315,7 @@ class Presence:
 
     def _tell(self, peer_id: PeerId, text: str) -> None:
         """Warn once about a peer that we do not get along with, and about a few only."""
-        if peer_id not in self._refusals_told and len(self._refusals_told) < REFUSALS_TOLD:
-            self._refusals_told.add(peer_id)
+        if self._told.is_new(peer_id):
             self._notice("warning", text)
 
     def _tell_skew(self) -> None:

@@ -141,8 +141,8 @@ class HeldOut:
 
     def _beyond_evaluation(self, prompts: int) -> list[Prompt]:
         per_task = math.ceil(prompts / len(self._universe.held_out(0)))
-        listed = self._universe.held_out(self._per_task + per_task).values()
-        fitting = [self._fitting(each[self._per_task :]) for each in listed]
+        listed = self._universe.held_out(per_task, after=self._per_task).values()
+        fitting = [self._fitting(each) for each in listed]
         in_turn = chain.from_iterable(zip_longest(*fitting))
         return [each for each in in_turn if each is not None][:prompts]
 

@@ -15,10 +15,20 @@ from collections.abc import Hashable
 from node.transport.base import Gossiped
 from protocol.messages import PeerId
 
-__all__ = ["OTHER_PEERS", "DropOldestQueue", "KeyedTokenBuckets", "Refusals", "TokenBucket"]
+__all__ = [
+    "MAX_BUGS_TOLD",
+    "OTHER_PEERS",
+    "DropOldestQueue",
+    "FirstTimes",
+    "KeyedTokenBuckets",
+    "Refusals",
+    "TokenBucket",
+]
 
 OTHER_PEERS: PeerId = "others"
 """Stands for all peers whose counters were folded together."""
+MAX_BUGS_TOLD = 64
+"""Kinds of bugs of ours, at one boundary to peers, that the log tells of."""
 
 
 class TokenBucket:
@@ -109,6 +119,21 @@ class Refusals:
     def total(self, reason: str) -> int:
         """Refusals for one reason over all peers."""
         return sum(count for (_, each), count in self._counts.items() if each == reason)
+
+
+class FirstTimes:
+    """Which things happened before, for what is told once; after `most` of them nothing is new any more."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._seen: set[Hashable] = set()
+
+    def is_new(self, what: Hashable) -> bool:
+        """Whether this did not happen before."""
+        if what in self._seen or len(self._seen) >= self._most:
+            return False
+        self._seen.add(what)
+        return True
 
 
 class DropOldestQueue:

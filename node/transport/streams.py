@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 
 from node.transport.base import Stream, StreamHandler, TransportLimits
-from node.transport.limits import KeyedTokenBuckets, Refusals
+from node.transport.limits import MAX_BUGS_TOLD, FirstTimes, KeyedTokenBuckets, Refusals
 from protocol.constants import MAX_FRAME_BYTES
 from protocol.errors import DeadlineError, RemoteProtocolError, TransportError
 from protocol.frames import FRAME_PREFIX_BYTES, encode_frame, frame_length
@@ -101,7 +101,7 @@ class StreamGate:
         )
         self._open_by_peer: Counter[PeerId] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._failures_logged: set[str] = set()
+        self._bugs = FirstTimes(MAX_BUGS_TOLD)
         self._closed = False
 
     def accept(
@@ -171,8 +171,7 @@ class StreamGate:
             # The boundary between a peer and us: a bug of ours ends one stream and is told once.
             self._refusals.add(peer_id, "handler")
             kind = f"{type(error).__name__} in {getattr(handler, '__qualname__', 'a handler')}"
-            if len(self._failures_logged) < 64 and kind not in self._failures_logged:
-                self._failures_logged.add(kind)
+            if self._bugs.is_new(kind):
                 logger.warning("a stream handler failed; that stream is closed: %s", kind, exc_info=error)
         finally:
             await stream.close()

@@ -289,16 +289,22 @@ def lies_at(owner: Toy, *versions: int) -> None:
 LEFT = r"signed a version that is of no use \(delta_[a-z]+\); looking for an owner"
 
 
+async def follower_of_one_of_two(swarm: ToySwarm) -> tuple[Toy, Toy, Toy, VersionReached]:
+    """A follower that has a version of an owner, that owner, another one, and the version."""
+    owners = [await swarm.add(name, 0, train__steps=1000) for name in ("one", "other")]
+    follower = await swarm.add_follower("follower", 0, bootstraps=owners)
+    swarm.start()
+    reached = await until_reached(follower, 2)
+    followed, other = owners if owners[0].peer_id == reached.owner else reversed(owners)
+    return follower, followed, other, reached
+
+
 def test_an_owner_that_signs_what_is_not_so_is_left_for_another(
     tmp_path: Path, policies: Sequence[Policy]
 ) -> None:
     async def main() -> None:
         async with ToySwarm(tmp_path, policies) as swarm:
-            owners = [await swarm.add(name, 0, train__steps=1000) for name in ("one", "other")]
-            follower = await swarm.add_follower("follower", 0, bootstraps=owners)
-            swarm.start()
-            reached = await until_reached(follower, 2)
-            liar, other = owners if owners[0].peer_id == reached.owner else reversed(owners)
+            follower, liar, other, reached = await follower_of_one_of_two(swarm)
             lie = reached.policy_version + 5
             lies_at(liar, lie)
             switched_at = (await until_reached(follower, owner=other)).at
@@ -325,11 +331,7 @@ def test_an_owner_whose_finite_weights_give_no_numbers_is_left_for_another(
 ) -> None:
     async def main() -> None:
         async with ToySwarm(tmp_path, policies) as swarm:
-            owners = [await swarm.add(name, 0, train__steps=1000) for name in ("one", "other")]
-            follower = await swarm.add_follower("follower", 0, bootstraps=owners)
-            swarm.start()
-            reached = await until_reached(follower, 2)
-            liar, other = owners if owners[0].peer_id == reached.owner else reversed(owners)
+            follower, liar, other, reached = await follower_of_one_of_two(swarm)
             offer = liar.node._owner.offer
 
             def offer_huge(policy_version: int, state: dict[str, torch.Tensor], **rest: bool) -> None:

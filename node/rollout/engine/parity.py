@@ -20,7 +20,19 @@ from node.rollout.engine.base import Engine, EngineError, TokenSequence
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ParityError", "ParityProbe", "parity", "probe_sequences"]
+__all__ = [
+    "PROBE_PROMPTS",
+    "PROBE_TOKENS",
+    "ParityError",
+    "ParityProbe",
+    "make_probe",
+    "parity",
+    "probe_sequences",
+]
+
+PROBE_PROMPTS = 4
+PROBE_TOKENS = 24
+"""Of a node's probe, tokens for each prompt."""
 
 
 class ParityError(EngineError):
@@ -41,7 +53,7 @@ def parity(
 
 
 def probe_sequences(
-    prompts: Sequence[Sequence[int]], vocab_size: int, tokens: int = 24
+    prompts: Sequence[Sequence[int]], vocab_size: int, tokens: int = PROBE_TOKENS
 ) -> list[TokenSequence]:
     """Real prompts, each with tokens spread over the vocabulary: unlikely ones too, whose log-probabilities
     move most."""
@@ -85,3 +97,11 @@ class ParityProbe:
             return max_abs, False
         engine.reload(state, policy_version)
         return self.check(engine, reference_logprobs), True
+
+
+def make_probe(
+    prompts: Sequence[Sequence[int]], vocab_size: int, context: int, tolerance: float
+) -> ParityProbe:
+    """The probe of a node whose engine takes `context` tokens, more than the longest of these prompts has."""
+    room = context - max(len(prompt) for prompt in prompts)
+    return ParityProbe(tuple(probe_sequences(prompts, vocab_size, min(PROBE_TOKENS, room))), tolerance)

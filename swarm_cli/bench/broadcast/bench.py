@@ -57,6 +57,11 @@ class Size:
     churn_receivers: int
     baselines: bool = True
 
+    @property
+    def most(self) -> int:
+        """Receivers of the largest run."""
+        return max((*self.receivers, self.churn_receivers))
+
 
 FULL = Size(size_bytes=32_000_000, mbit=20.0, receivers=(8, 16), churn_receivers=9)
 """About ten minutes, most of it for unicast."""
@@ -75,8 +80,7 @@ class _Run:
 def bench_broadcast(size: Size, say: Say) -> dict[str, Any]:
     """The report. Raises ConfigError for what cannot be measured, OurFault when a node fails."""
     _check(size)
-    most = max((*size.receivers, size.churn_receivers))
-    with signals_interrupt(), _folder(size) as folder, open_network(most + 1, size.mbit) as network:
+    with signals_interrupt(), _folder(size) as folder, open_network(size.most + 1, size.mbit) as network:
         say(f"network: {network.kind}" + (f", {network.reason}" if network.reason else ""))
         bench = _Bench(size, network, folder, say)
         results: dict[str, Any] = {"mbit": size.mbit, "network": network.kind, "n": []}
@@ -136,7 +140,6 @@ class _Bench:
         name = f"{method}, {count} receivers" + (f", {len(victims)} {how}" if victims else "")
         self.say(f"{name}: connecting")
         slowest = (count if method == "unicast" else 1) * _SLOWEST
-        source_share = self.size.size_bytes
         said_s, alive = 0.0, True
         with gathered(method, self.network, count, self.blob, self.folder / "run") as crowd:
 
@@ -153,7 +156,11 @@ class _Bench:
                 if now_s - said_s >= _SAY_EVERY_S:
                     said_s = now_s
                     sent = trace.up_bytes(0)
-                    copies = "" if sent is None else f", the source has sent {sent / source_share:.1f} copies"
+                    copies = (
+                        ""
+                        if sent is None
+                        else f", the source has sent {sent / self.size.size_bytes:.1f} copies"
+                    )
                     self.say(f"{name}: {now_s:.0f} s{copies}")
 
             self.say(f"{name}: started; nobody can be faster than {self.bound_s:.1f} s")
@@ -208,8 +215,7 @@ class _Bench:
 
 def _check(size: Size) -> None:
     """Raises ConfigError."""
-    most = max((*size.receivers, size.churn_receivers))
-    if not size.receivers or not 1 <= min(size.receivers) <= most < MAX_NODES:
+    if not size.receivers or not 1 <= min(size.receivers) <= size.most < MAX_NODES:
         raise ConfigError(f"--receivers {size.receivers}; from 1 to {MAX_NODES - 1} can be measured")
     if size.mbit <= 0 or size.size_bytes <= 0:
         raise ConfigError(f"{size.size_bytes} bytes at {size.mbit:g} Mbit/s; both must be above 0")
@@ -224,7 +230,7 @@ def _folder(size: Size) -> Iterator[Path]:
         owner = orphan.name.removeprefix(_PREFIX).partition("-")[0]
         if owner.isdecimal() and not psutil.pid_exists(int(owner)):
             shutil.rmtree(orphan, ignore_errors=True)
-    needed = 2 * (max((*size.receivers, size.churn_receivers)) + 2) * size.size_bytes
+    needed = 2 * (size.most + 2) * size.size_bytes
     base = next((each for each in places if each.is_dir() and _free_bytes(each) > needed), places[-1])
     folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=base))
     try:

@@ -64,10 +64,7 @@ def merged(base: list[float], *others: list[float], rule: MergeRule = RULE) -> M
 
 
 @pytest.fixture(scope="module", autouse=True)
-def compiled() -> None:
-    """The loops, compiled before the first test: numba reads its own cache with an unpickler, which tests
-    forbid."""
-    merge.warm_up()
+def compiled(compiled_merge: None) -> None:
     out = np.zeros(1, np.uint16)
     kernels.rounded(out, np.zeros(1), VALUES, out)  # tests call it with arrays that may be written
 
