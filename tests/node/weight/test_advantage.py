@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from node.weight.advantage import CapabilityTracker, capability_aware, dr_grpo, grpo, has_signal, rloo
+from node.weight.advantage import CapabilityTracker, capability_aware, dr_grpo, grpo, has_signal, max_rl, rloo
 
 REWARDS = st.lists(st.floats(-10, 10), min_size=2, max_size=8)
 
@@ -32,10 +32,33 @@ def test_dr_grpo_only_centres() -> None:
     assert dr_grpo([1.0, 0.0, 0.0, 1.0]) == pytest.approx([0.5, -0.5, -0.5, 0.5])
 
 
+def test_max_rl_weighs_a_prompt_by_one_over_its_success_rate() -> None:
+    assert max_rl([1.0, 0.0, 0.0, 0.0]) == pytest.approx([3.0, -1.0, -1.0, -1.0])  # mean 1/4
+    assert max_rl([1.0, 1.0, 1.0, 0.0]) == pytest.approx([1 / 3, 1 / 3, 1 / 3, -1.0])  # mean 3/4
+    assert max_rl([0.5, 1.0]) == pytest.approx([-1 / 3, 1 / 3])
+
+
+def test_max_rl_without_success_has_no_signal() -> None:
+    assert max_rl([0.0, 0.0, 0.0]) == (0.0, 0.0, 0.0)
+    assert max_rl([-1.0, 1.0]) == (0.0, 0.0)  # mean 0
+    assert max_rl([-1.0, -0.5]) == (0.0, 0.0)
+    assert max_rl([1.0, 1.0]) == (0.0, 0.0)
+    assert max_rl([1.0]) == (0.0,)
+
+
+def test_max_rl_of_rewards_of_both_signs_is_bounded() -> None:
+    # mean 0.0005: (1 - 0.0005) / 0.0005 would be 2001
+    assert max_rl([-1.0, 1.001]) == (-1.0, 1.0)
+    assert max_rl([-1.0, 0.0, 1.003]) == (-2.0, -1.0, 2.0)
+
+
 def test_has_signal() -> None:
     assert has_signal([0.0, 1.0])
     assert not has_signal([0.3, 0.3, 0.3])
     assert not has_signal([])
+    for bad in (math.nan, math.inf, -math.inf):
+        assert not has_signal([0.0, bad, 1.0])
+        assert not has_signal([bad, 0.0, 1.0])
 
 
 def test_capability_aware() -> None:
@@ -120,6 +143,22 @@ def test_tracker_looks_at_mixed_groups_only() -> None:
     for rewards in ((0.0, 1.0), (0.0, 0.0), (0.0, 0.0), (1.0, 1.0), (0.0, 0.0)):
         tracker.observe("own", rewards)
     assert tracker.value("own") == 0.5
+
+
+def test_tracker_ignores_rewards_that_are_no_numbers() -> None:
+    tracker = CapabilityTracker(3)
+    tracker.observe("own", (0.0, 1.0))
+    tracker.observe("own", (0.0, math.nan, 1.0))
+    assert tracker.value("own") == 0.5
+
+
+def test_capability_aware_of_nobody_and_of_a_bad_number() -> None:
+    assert capability_aware({}, {}, "a") == {}
+    assert capability_aware({"a": [], "b": [0.5]}, {"a": 0.5, "b": 0.5}, "a") == {"a": (), "b": (0.0,)}
+    with pytest.raises(ValueError, match="reward 1 is nan"):
+        capability_aware({"a": [0.0, math.nan]}, {"a": 0.5}, "a")
+    with pytest.raises(ValueError, match="capability 0 is inf"):
+        capability_aware({"a": [0.0, 1.0]}, {"a": math.inf}, "a")
 
 
 def test_tracker_is_bounded() -> None:
