@@ -1,55 +1,40 @@
-"""Training objectives, one file each: what the rows of a batch minimise. `open_objective` makes one."""
+"""Training objectives: what the rows of a batch minimise, as compositions of three choices.
 
-from __future__ import annotations
+    ratio        whose probabilities are compared, at which level        ratio.py
+    controls     what bounds, corrects or drops a token, in order        controls/
+    aggregation  what the sum is divided by                              aggregation.py
 
-import dataclasses
-from collections.abc import Mapping
-from typing import Any
+`open_objective` makes one from a preset's name and options; `all_presets` lists the published methods.
+"""
 
+from node.train.objectives import presets  # noqa: F401  importing registers them
 from node.train.objectives.aggregation import Aggregation
-from node.train.objectives.base import LossInputs, Objective, TokenLoss
-from node.train.objectives.compat import Compat
-from node.train.objectives.dppo_tv import DppoTv
-from node.train.objectives.graft import Graft
-from node.train.objectives.hacpo import Hacpo
-from node.train.objectives.ppo_clip import PpoClip
-from node.train.objectives.tis import Tis
-from protocol.errors import ConfigError
+from node.train.objectives.base import LossInputs, Need, TokenLoss
+from node.train.objectives.objective import Objective, Plan
+from node.train.objectives.ratio import Level, Ratio, Reference
+from node.train.objectives.registry import (
+    EVERY_TRAINER,
+    Evidence,
+    Preset,
+    all_presets,
+    open_objective,
+    require,
+)
 
 __all__ = [
+    "EVERY_TRAINER",
     "Aggregation",
-    "Compat",
-    "DppoTv",
-    "Graft",
-    "Hacpo",
+    "Evidence",
+    "Level",
     "LossInputs",
+    "Need",
     "Objective",
-    "PpoClip",
-    "Tis",
+    "Plan",
+    "Preset",
+    "Ratio",
+    "Reference",
     "TokenLoss",
+    "all_presets",
     "open_objective",
+    "require",
 ]
-
-_OBJECTIVES = (Compat, DppoTv, Graft, Hacpo, PpoClip, Tis)
-
-
-def open_objective(name: str, options: Mapping[str, Any] | None = None) -> Objective:
-    """The objective of that name with `options` in place of its defaults. Raises ConfigError."""
-    chosen = next((objective for objective in _OBJECTIVES if objective.name == name), None)
-    if chosen is None:
-        raise ConfigError(
-            f"objective {name!r} is unknown; choose one of {', '.join(o.name for o in _OBJECTIVES)}"
-        )
-    known = {field.name for field in dataclasses.fields(chosen)}
-    values = dict(options or {})
-    unknown = sorted(set(values) - known)
-    if unknown:
-        raise ConfigError(f"objective {name} has no option {unknown[0]!r}; it has {', '.join(sorted(known))}")
-    if "aggregation" in values:
-        try:
-            values["aggregation"] = Aggregation(values["aggregation"])
-        except ValueError:
-            raise ConfigError(
-                f"aggregation {values['aggregation']!r} is unknown; choose one of {', '.join(Aggregation)}"
-            ) from None
-    return chosen(**values)

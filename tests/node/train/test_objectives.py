@@ -1,9 +1,4 @@
-"""Every objective on a 2 x 4 tensor, values and gradients worked out by hand.
-
-Row 0 has advantage +1 and four tokens, row 1 has advantage -1 and three; the fourth place of row 1 is masked
-and holds NaN. Probabilities are given, their logarithms go in. Gradients are those of the plain sum of token
-losses, so that each is the token's own derivative with respect to its log-probability.
-"""
+"""The objectives of the product's defaults on the 2 x 4 tensor of `golden.py`, and how they are opened."""
 
 from __future__ import annotations
 
@@ -11,69 +6,18 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
 
-from node.train.objectives import (
-    Aggregation,
-    Compat,
-    DppoTv,
-    Graft,
-    Hacpo,
-    LossInputs,
-    Objective,
-    PpoClip,
-    Tis,
-    TokenLoss,
-    open_objective,
-)
+from node.train.objectives import Aggregation, Reference, open_objective
 from node.train.objectives.aggregation import row_scale
+from node.train.objectives.presets import compat, dppo_tv, graft, hacpo, ppo_clip, tis
 from protocol.errors import ConfigError
-
-NAN = math.nan
-MASK = torch.tensor([[True, True, True, True], [True, True, True, False]])
-
-
-def logs(rows: list[list[float]]) -> Tensor:
-    return torch.log(torch.tensor(rows, dtype=torch.float64))
-
-
-def run(
-    objective: Objective,
-    logprobs: Tensor,
-    *,
-    behaviour: Tensor | None = None,
-    ingestion: Tensor | None = None,
-    behaviour_sum: list[float] | None = None,
-    advantages: tuple[float, float] = (1.0, -1.0),
-    uses: int = 0,
-    own: list[float] | None = None,
-) -> tuple[TokenLoss, list[list[float]]]:
-    """The objective's result and d(sum of losses) / d(log-probabilities)."""
-    current = logprobs.clone().requires_grad_()
-    result = objective(
-        LossInputs(
-            logprobs_BT=current,
-            ingestion_BT=logprobs if ingestion is None else ingestion,
-            behaviour_BT=torch.full_like(logprobs, NAN) if behaviour is None else behaviour,
-            behaviour_sum_B=torch.tensor(behaviour_sum or [0.0, 0.0], dtype=torch.float64),
-            mask_BT=MASK,
-            advantages_B=torch.tensor(advantages, dtype=torch.float64),
-            uses_B=torch.full((2,), float(uses), dtype=torch.float64),
-            own_mean_logprobs_N=torch.tensor(own or [], dtype=torch.float64),
-        )
-    )
-    (gradient,) = torch.autograd.grad(result.loss_BT.sum(), current)
-    return result, gradient.tolist()
-
-
-def near(rows: list[list[float]]) -> list[object]:
-    return [pytest.approx(row, abs=1e-9) for row in rows]
+from tests.node.train.golden import NAN, logs, near, run
 
 
 def test_dppo_tv() -> None:
     pi = logs([[0.50, 0.40, 0.20, 0.60], [0.10, 0.30, 0.50, NAN]])
     mu = logs([[0.25, 0.50, 0.20, 0.50], [0.40, 0.25, 0.50, NAN]])
-    result, gradient = run(DppoTv(), pi, behaviour=mu)
+    result, gradient = run(dppo_tv(), pi, behaviour=mu)
     # D = +0.25 (dropped: A > 0), -0.1, 0, +0.1 | -0.3 (dropped: A < 0), +0.05, 0
     # rho = 2, 0.8, 1, 1.2 | 0.25, 1.2, 1
     assert result.kept_BT.tolist() == [[False, True, True, True], [False, True, True, False]]
@@ -93,7 +37,7 @@ def test_dppo_tv() -> None:
 def test_dppo_tv_asymmetric_and_capped() -> None:
     pi = logs([[0.50, 0.30, 0.20, 0.60], [0.63, 0.30, 0.50, NAN]])
     mu = logs([[0.25, 0.50, 0.20, 0.50], [0.02, 0.45, 0.50, NAN]])
-    result, gradient = run(DppoTv(delta_low=0.1, delta_high=0.3, cap=20.0), pi, behaviour=mu)
+    result, gradient = run(dppo_tv(delta_low=0.1, delta_high=0.3, cap=20.0), pi, behaviour=mu)
     # +0.25 is below delta_high; row 1: rho = 31.5 is capped at 20, D = -0.15 is below -delta_low and A < 0
     assert result.kept_BT.tolist() == [[True, True, True, True], [True, False, True, False]]
     assert gradient == near([[-2.0, -0.6, -1.0, -1.2], [20.0, 0.0, 1.0, 0.0]])
@@ -102,7 +46,7 @@ def test_dppo_tv_asymmetric_and_capped() -> None:
 def test_ppo_clip_against_behaviour() -> None:
     pi = logs([[0.50, 0.45, 0.55, 0.30], [0.10, 0.35, 0.45, NAN]])
     mu = logs([[0.25, 0.50, 0.50, 0.50], [0.40, 0.25, 0.50, NAN]])
-    result, gradient = run(PpoClip(), pi, behaviour=mu)
+    result, gradient = run(ppo_clip(), pi, behaviour=mu)
     # r = 2 (clipped), 0.9, 1.1, 0.6 (pull back: kept) | 0.25 (clipped), 1.4 (pull back: kept), 0.9
     assert result.loss_BT.tolist() == near([[-1.2, -0.9, -1.1, -0.6], [0.8, 1.4, 0.9, 0.0]])
     assert gradient == near([[0.0, -0.9, -1.1, -0.6], [0.0, 1.4, 0.9, 0.0]])
@@ -113,7 +57,9 @@ def test_ppo_clip_against_ingestion() -> None:
     pi = logs([[0.50, 0.45, 0.55, 0.30], [0.10, 0.35, 0.45, NAN]])
     mu = logs([[0.10, 0.10, 0.10, 0.10], [0.10, 0.10, 0.10, NAN]])
     old = logs([[0.25, 0.50, 0.50, 0.50], [0.40, 0.25, 0.50, NAN]])
-    _, gradient = run(PpoClip(denominator="ingestion", clip_high=0.05), pi, behaviour=mu, ingestion=old)
+    _, gradient = run(
+        ppo_clip(denominator=Reference.INGESTION, clip_high=0.05), pi, behaviour=mu, ingestion=old
+    )
     assert gradient == near([[0.0, -0.9, 0.0, -0.6], [0.0, 1.4, 0.9, 0.0]])
 
 
@@ -121,7 +67,7 @@ def test_tis() -> None:
     pi = logs([[0.55, 0.45, 0.20, 0.30], [0.36, 0.50, 0.22, NAN]])
     old = logs([[0.50, 0.50, 0.20, 0.20], [0.40, 0.25, 0.20, NAN]])
     mu = logs([[0.10, 0.50, 0.40, 0.20], [0.20, 0.10, 0.40, NAN]])
-    result, gradient = run(Tis(), pi, behaviour=mu, ingestion=old)
+    result, gradient = run(tis(), pi, behaviour=mu, ingestion=old)
     # w = 5 -> 2, 1, 0.5, 1 | 2, 2.5 -> 2, 0.5;  r = 1.1, 0.9, 1, 1.5 (clipped at 1.2) | 0.9, 2 (kept), 1.1
     assert result.loss_BT.tolist() == near([[-2.2, -0.9, -0.5, -1.2], [1.8, 4.0, 0.55, 0.0]])
     assert gradient == near([[-2.2, -0.9, -0.5, 0.0], [1.8, 4.0, 0.55, 0.0]])
@@ -130,7 +76,7 @@ def test_tis() -> None:
 
 def test_compat_at_ingestion() -> None:
     pi = torch.tensor([[-1.0, -2.0, -0.5, -0.5], [-1.0, -1.0, -1.0, NAN]], dtype=torch.float64)
-    result, gradient = run(Compat(), pi, behaviour_sum=[-2.0, -6.0])
+    result, gradient = run(compat(), pi, behaviour_sum=[-2.0, -6.0])
     # log s = (-4 + 2) / 4 = -0.5 | (-3 + 6) / 3 = 1, so c = e^-0.5 | 1;  gradient -c A
     c = math.exp(-0.5)
     assert gradient == near([[-c] * 4, [1.0, 1.0, 1.0, 0.0]])  # c is detached
@@ -141,7 +87,7 @@ def test_compat_at_ingestion() -> None:
 def test_compat_on_second_use() -> None:
     old = torch.tensor([[-1.0, -2.0, -0.5, -0.5], [-1.0, -1.0, -1.0, NAN]], dtype=torch.float64)
     moved = torch.tensor([[0.3, 0.1, -0.3, 0.0], [-0.3, 0.1, 0.0, NAN]], dtype=torch.float64)
-    result, gradient = run(Compat(), old + moved, ingestion=old, behaviour_sum=[-2.0, -6.0])
+    result, gradient = run(compat(), old + moved, ingestion=old, behaviour_sum=[-2.0, -6.0])
     c = math.exp(-0.5)  # still from the log-probabilities at ingestion
     assert gradient == near(
         [[0.0, -c * math.exp(0.1), -c * math.exp(-0.3), -c], [0.0, math.exp(0.1), 1.0, 0.0]]
@@ -151,7 +97,7 @@ def test_compat_on_second_use() -> None:
 
 def test_hacpo() -> None:
     pi = torch.tensor([[-1.0, -2.0, -0.5, -0.5], [-1.0, -1.0, -1.0, NAN]], dtype=torch.float64)
-    result, gradient = run(Hacpo(), pi, behaviour_sum=[-2.0, -6.0])
+    result, gradient = run(hacpo(), pi, behaviour_sum=[-2.0, -6.0])
     # s = e^-0.5 | e: value s sg(s) A = e^-1 | 1 x 1 x -1, above one without gradient
     s = math.exp(-0.5)
     assert result.loss_BT.tolist() == near([[-s * s] * 4, [1.0, 1.0, 1.0, 0.0]])
@@ -162,7 +108,7 @@ def test_hacpo() -> None:
 @pytest.mark.parametrize(("alpha", "power"), [(0.0, 1), (1.0, 2), (3.0, 4)])
 def test_hacpo_alpha(alpha: float, power: int) -> None:
     pi = torch.tensor([[-1.0, -2.0, -0.5, -0.5], [-1.0, -1.0, -1.0, NAN]], dtype=torch.float64)
-    _, gradient = run(Hacpo(alpha=alpha), pi, behaviour_sum=[-2.0, -3.0], advantages=(2.0, -0.5))
+    _, gradient = run(hacpo(alpha=alpha), pi, behaviour_sum=[-2.0, -3.0], advantages=(2.0, -0.5))
     expected = -2.0 * math.exp(-0.5 * power)
     assert gradient == near([[expected] * 4, [0.5, 0.5, 0.5, 0.0]])
 
@@ -170,20 +116,20 @@ def test_hacpo_alpha(alpha: float, power: int) -> None:
 def test_hacpo_lower_bound_rises_with_uses() -> None:
     pi = torch.tensor([[-1.0, -2.0, -0.5, -0.5], [-2.0, -2.0, -2.0, NAN]], dtype=torch.float64)
     low = math.exp(-2.0)  # row 1: below 1 - 0.8
-    result, gradient = run(Hacpo(), pi, behaviour_sum=[-2.0, 0.0])
+    result, gradient = run(hacpo(), pi, behaviour_sum=[-2.0, 0.0])
     assert gradient[1] == [0.0] * 4
     assert result.loss_BT[1].tolist() == pytest.approx([0.2 * low] * 3 + [0.0])
-    discarded, _ = run(Hacpo(discard_below=True), pi, behaviour_sum=[-2.0, 0.0])
+    discarded, _ = run(hacpo(discard_below=True), pi, behaviour_sum=[-2.0, 0.0])
     assert discarded.loss_BT[1].tolist() == [0.0] * 4
     # with 20 uses the bound is 0.2 + 20 x 0.025 = 0.7 > e^-0.5
-    _, later = run(Hacpo(), pi, behaviour_sum=[-2.0, 0.0], uses=20)
+    _, later = run(hacpo(), pi, behaviour_sum=[-2.0, 0.0], uses=20)
     assert later == near([[0.0] * 4, [0.0] * 4])
 
 
 def test_graft() -> None:
     pi = torch.tensor([[-2.0, -3.0, -2.4, -2.4], [-1.0, -1.0, -1.0, NAN]], dtype=torch.float64)
     # own rollouts -3, -2, -1: quantile 0.05 is -2.9, 0.5 is -2; l = -2.45 | -1, so c = 0.5 | 1
-    result, gradient = run(Graft(), pi, own=[-3.0, -1.0, -2.0])
+    result, gradient = run(graft(), pi, own=[-3.0, -1.0, -2.0])
     assert gradient == near([[-0.5] * 4, [1.0, 1.0, 1.0, 0.0]])
     assert result.weights_BT.tolist() == near([[0.5] * 4, [1.0, 1.0, 1.0, 0.0]])
 
@@ -191,7 +137,7 @@ def test_graft() -> None:
 def test_graft_token_clip_has_no_minimum() -> None:
     old = torch.tensor([[-2.0, -2.0, -2.0, -2.0], [-1.0, -1.0, -1.0, NAN]], dtype=torch.float64)
     moved = torch.tensor([[1.7, 1.5, -1.7, 0.0], [-1.7, -1.5, 1.7, NAN]], dtype=torch.float64)
-    result, gradient = run(Graft(), old + moved, ingestion=old, own=[-3.0, -2.0, -1.0])
+    result, gradient = run(graft(), old + moved, ingestion=old, own=[-3.0, -2.0, -1.0])
     # e^1.7 = 5.47 and e^-1.7 = 0.18 lie outside [0.2, 5], whatever the sign of A
     assert gradient == near([[0.0, -math.exp(1.5), 0.0, -1.0], [0.0, math.exp(-1.5), 0.0, 0.0]])
     assert result.loss_BT.tolist() == near(
@@ -201,7 +147,7 @@ def test_graft_token_clip_has_no_minimum() -> None:
 
 def test_graft_without_own_rollouts_gives_nothing() -> None:
     pi = torch.full((2, 4), -1.0, dtype=torch.float64)
-    result, gradient = run(Graft(), pi)
+    result, gradient = run(graft(), pi)
     assert gradient == near([[0.0] * 4, [0.0] * 4])
     assert not result.kept_BT.any()
 
@@ -214,8 +160,8 @@ def test_row_scale() -> None:
 
 
 def test_open_objective() -> None:
-    assert open_objective("dppo_tv") == DppoTv()
-    assert open_objective("hacpo", {"alpha": 3.0, "aggregation": "token_mean"}) == Hacpo(
+    assert open_objective("dppo_tv") == dppo_tv()
+    assert open_objective("hacpo", {"alpha": 3.0, "aggregation": "token_mean"}) == hacpo(
         alpha=3.0, aggregation=Aggregation.TOKEN_MEAN
     )
     for name, options, message in (
