@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -52,9 +52,11 @@ VLLM_GPU = GIB
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MOMENTS = {"adamw": 8.0, "adamw_8bit": 2.0 + 2 * 4 / 256}
 """Bytes per parameter: two moments, in 8 bits with a float32 scale for each 256 values."""
-LOGIT_COPIES = 3
-"""Float32 tensors of tokens x vocabulary alive at the peak: log-probabilities, and two more while those of
-the start are taken and again on the way back. An engine that scores tokens has as many."""
+LOGIT_COPIES = 2
+"""MEASURED: tensors of tokens x vocabulary that the trainer has at the peak, counted as float32: logits, and
+either those of the start or the gradients."""
+SCORED_COPIES = 3
+"""As many of an engine that scores tokens: logits, log-probabilities, and one on the way between them."""
 ADAPTER_FACTOR = 1.25
 """MEASURED: passes with an adapter hold about a quarter more than the inputs of the layers."""
 FULL, LORA = "full", "lora"
@@ -174,14 +176,31 @@ class Wishes:
     """Of the GPU's memory for vLLM; 0: as much as it needs."""
     fallback: bool = False
     """The newest weights are kept for an engine that takes vLLM's place."""
+    supervise: bool | Literal["auto"] = False
+    """A state to go back to is kept before each step."""
+    probes: bool = False
+    """And another one at each probe."""
+    snapshots: int = 0
+    """Earlier versions of the weights that the objective needs, the newest among them."""
+    snapshot_bytes: int = 0
+    """Their limit; 0: none."""
+    averages: int = 0
+    """Moving averages of the weights that the objective needs."""
     trains: bool = True
     """False for a follower: there is no trainer, and weights that come in are kept beside the engine's."""
     anew: Wishes | None = None
     """Those of a new run, where this one's checkpoint fixes what the configuration leaves open."""
 
     @classmethod
-    def of(cls, config: NodeConfig, charter: Charter, facts: ModelFacts, device: str) -> Wishes:
-        """Of a node of this swarm."""
+    def of(
+        cls,
+        config: NodeConfig,
+        charter: Charter,
+        facts: ModelFacts,
+        device: str,
+        needs: Collection[str] = (),
+    ) -> Wishes:
+        """Of a node of this swarm. `needs`: what its objective asks for (`node.train.objectives.Need`)."""
         row_tokens = min(facts.max_positions, PROMPT_TOKENS + charter.max_new_tokens)
         train, on_vllm = config.train, config.rollout.engine == "vllm"
         rollouts = train.local_groups * charter.group_size
@@ -203,6 +222,11 @@ class Wishes:
             fixed_cache_bytes=config.vllm.kv_cache_mib * 2**20 if on_vllm and device == "cpu" else 0,
             fixed_share=config.vllm.gpu_memory_share if on_vllm and device == "cuda" else 0.0,
             fallback=on_vllm and config.rollout.fallback,
+            supervise=config.supervise.enabled if config.role == "trainer" else False,
+            probes=config.supervise.probe_every > 0,
+            snapshots=train.snapshots if "snapshot" in needs else 0,
+            snapshot_bytes=train.snapshot_bytes,
+            averages=int("ewma" in needs),
             trains=config.role == "trainer",
         )
 
@@ -233,6 +257,8 @@ class MemoryPlan:
     parts: tuple[Part, ...]
     engine_share: float = 0.0
     """Of the GPU's memory, for vLLM; 0 where that does not apply."""
+    supervise: bool = False
+    """Bad steps are taken back."""
     trains: bool = True
     """False for a follower, where what is tuned says what the owner tunes."""
 
@@ -253,7 +279,8 @@ class MemoryPlan:
     def _way(self) -> str:
         if not self.trains:
             return f"follows {self.tuning} tuning"
-        return f"{self.tuning} tuning, {self.optimiser}, {self.sharing}"
+        supervised = "supervised" if self.supervise else "unsupervised"
+        return f"{self.tuning} tuning, {self.optimiser}, {self.sharing}, {supervised}"
 
     def lines(self) -> Iterator[str]:
         """The table, for people."""
@@ -277,8 +304,21 @@ class MemoryPlan:
 def plan_memory(facts: ModelFacts, machine: Machine, wishes: Wishes) -> MemoryPlan:
     """The first way to train that fits, in this order: all weights; with 8-bit moments; by turns with the
     engine; an adapter; an adapter by turns. Each rather without computing layers anew, and with the most
-    tokens a pass that fit. Raises BudgetError."""
+    tokens a pass that fit. Where it is left to the plan, supervised if that way then still fits, with fewer
+    tokens a pass perhaps; on a GPU only with an adapter, since all weights and moments take long to copy from
+    there at every step. Raises BudgetError."""
     _require_share(facts, machine, wishes)
+    if wishes.supervise != "auto":
+        return _first(facts, machine, wishes)
+    plan = _first(facts, machine, replace(wishes, supervise=False))
+    if machine.device == "cuda" and plan.tuning == FULL:
+        return plan
+    same = replace(wishes, supervise=True, tuning=plan.tuning, optimiser=plan.optimiser, sharing=plan.sharing)
+    ways = (way for way in _plans(facts, machine, same) if way.recompute == plan.recompute)
+    return next((way for way in ways if way.fits), plan)
+
+
+def _first(facts: ModelFacts, machine: Machine, wishes: Wishes) -> MemoryPlan:
     plans = _plans(facts, machine, wishes)
     smallest = next(plans)
     for plan in (smallest, *plans):
@@ -383,6 +423,7 @@ def _plan(
         micro_batch_tokens=micro_batch_tokens,
         parts=(*trainer, *engine),
         engine_share=share,
+        supervise=wishes.supervise is True,
         trains=wishes.trains,
     )
 
@@ -411,12 +452,28 @@ def _trainer_parts(
         parts.append(Part("trainer", "adapter", learning * 4, not on_gpu))
     return [
         *parts,
+        *([] if on_gpu else _copies(facts, wishes, tuning, optimiser)),
         Part("trainer", "moments", int(learning * MOMENTS[optimiser]), not on_gpu),
         Part("trainer", "gradients", (learning + ends) * 4, False),
         Part("trainer", "activations", pass_tokens * activations, False),
         Part("trainer", "logits", pass_tokens * facts.vocab * 4 * LOGIT_COPIES, False),
         Part("trainer", "fixed", CUDA_CONTEXT if on_gpu else TORCH_RAM, True),
     ]
+
+
+def _copies(facts: ModelFacts, wishes: Wishes, tuning: str, optimiser: str) -> list[Part]:
+    """Of what learns at other times, in RAM: to go back to, and to say how probable it once was."""
+    learning = facts.params if tuning == FULL else facts.adapter_params(wishes.lora_rank)
+    weights = learning * BYTES["float32"]
+    states = 0 if wishes.supervise is not True else 2 if wishes.probes else 1
+    # A version takes as little as half a copy, but a whole one at a high learning rate.
+    snapshots = min(wishes.snapshots * weights, wishes.snapshot_bytes or wishes.snapshots * weights)
+    sizes = {
+        "good state": states * (weights + int(learning * MOMENTS[optimiser])),
+        "snapshots": snapshots,
+        "average": wishes.averages * weights,
+    }
+    return [Part("trainer", name, size, True) for name, size in sizes.items() if size]
 
 
 def _follower_parts(facts: ModelFacts, wishes: Wishes, tuning: str, *, on_gpu: bool) -> list[Part]:
@@ -450,7 +507,7 @@ def _engine_parts(
     parts = [
         Part("engine", "weights", weights, not (on_vllm and on_gpu)),
         Part("engine", "cache", cache, not on_gpu and on_vllm),
-        Part("engine", "logits", scored * facts.vocab * 4 * LOGIT_COPIES, False),
+        Part("engine", "logits", scored * facts.vocab * 4 * SCORED_COPIES, False),
         Part("engine", "fixed", fixed, True),
     ]
     if wishes.fallback and not on_gpu:
@@ -464,6 +521,7 @@ def _remedy(facts: ModelFacts, machine: Machine, wishes: Wishes, smallest: Memor
     if wishes.anew is not None and any(plan.fits for plan in _plans(facts, machine, wishes.anew)):
         return "free memory for this run, which goes on only as it was begun, or give it another name"
     for key, freed in (
+        ("supervise.enabled", replace(wishes, supervise="auto")),
         ("train.optimiser", replace(wishes, optimiser="auto")),
         ("policy.sharing", replace(wishes, sharing="auto")),
         ("vllm.gpu_memory_share", replace(wishes, fixed_share=0.0)),

@@ -288,8 +288,16 @@ def open_node(config: NodeConfig, loaded: Loaded | LoadedFollower, rest: Mapping
 def plan_of(config: NodeConfig, charter: Charter, policy: Policy) -> MemoryPlan:
     """How this policy is trained on this machine; a run that was begun, as it was. Raises BudgetError."""
     facts, machine, begun = ModelFacts.of(policy), machine_of(config), as_begun(config, policy)
-    wishes, anew = (Wishes.of(each, charter, facts, machine.device) for each in (begun, config))
+    needs = _needs(config)
+    wishes, anew = (Wishes.of(each, charter, facts, machine.device, needs) for each in (begun, config))
     return plan_memory(facts, machine, replace(wishes, anew=anew if begun != config else None))
+
+
+def _needs(config: NodeConfig) -> frozenset[str]:
+    """Names of what the own objective asks for (`Need`). Raises ConfigError."""
+    from node.train.objectives import open_objective
+
+    return frozenset(open_objective(config.train.objective, config.train.objective_options).needs)
 
 
 def as_begun(config: NodeConfig, policy: Policy) -> NodeConfig:
@@ -324,6 +332,7 @@ def planned(config: NodeConfig, plan: MemoryPlan) -> NodeConfig:
                 update={"optimiser": plan.optimiser, "micro_batch_tokens": plan.micro_batch_tokens}
             ),
             "vllm": config.vllm.model_copy(update={"gpu_memory_share": plan.engine_share}),
+            "supervise": config.supervise.model_copy(update={"enabled": plan.supervise}),
         }
     )
 
@@ -464,13 +473,28 @@ def device_of(config: NodeConfig) -> Literal["cpu", "cuda"]:
 
 
 def train_settings(config: NodeConfig, charter: Charter) -> TrainSettings:
-    """What the trainer and the batches need, memory plan apart."""
-    from node.train.objectives import Aggregation, Compat, open_objective
+    """What the trainer and the batches need, memory plan apart. Raises ConfigError for an objective that this
+    node cannot feed, and for options that it does not have."""
+    from node.train.ess_scaling import EssScaling
+    from node.train.objectives import EVERY_TRAINER, Aggregation, Need, open_objective, require
     from node.train.settings import TrainSettings, Treatment, TreatmentSettings
+    from node.train.slow_fast import SlowFastSettings
+    from node.weight.advantage import ADVANTAGES
 
     train, weight, device = config.train, config.weight, device_of(config)
-    # Dr.GRPO divides by a constant length instead of by the tokens there are.
-    dr_grpo = {"aggregation": Aggregation.SEQ_MEAN_TOKEN_SUM_NORM} if weight.advantage == "dr_grpo" else {}
+    own, compat = open_objective(train.objective, train.objective_options), open_objective("compat")
+    require(own, EVERY_TRAINER | {Need.SNAPSHOT, Need.EWMA})  # which are kept as soon as one is needed
+    if ADVANTAGES[weight.advantage].drops_pivot and charter.group_size % 2 == 0:
+        raise ConfigError(
+            f"weight.advantage {weight.advantage!r} leaves one rollout of each group out and needs groups of "
+            f"an odd size; those of swarm {charter.name} have {charter.group_size}"
+        )
+    if weight.advantage == "dr_grpo":
+        # Dr.GRPO divides by a constant length instead of by the tokens there are.
+        constant = Aggregation.SEQ_MEAN_TOKEN_SUM_NORM
+        compat = replace(compat, aggregation=constant)
+        if "aggregation" not in train.objective_options:
+            own = replace(own, aggregation=constant)
     return TrainSettings(
         learning_rate=train.learning_rate,
         warmup_steps=train.warmup_steps,
@@ -481,8 +505,10 @@ def train_settings(config: NodeConfig, charter: Charter) -> TrainSettings:
         # Another tokenizer may need several of ours for one of its tokens.
         max_completion_tokens=8 * charter.max_new_tokens,
         length_norm_tokens=charter.max_new_tokens,
-        own=open_objective(train.objective, dr_grpo),
-        compat=open_objective(Compat.name, dr_grpo),
+        own=own,
+        compat=compat,
+        ess_scaling=EssScaling(train.ess_base, train.ess_rule) if train.ess_scaling else None,
+        slow_fast=SlowFastSettings() if train.slow_fast else None,
         treatment=TreatmentSettings(
             force=None if weight.external == "auto" else Treatment(weight.external),
             advantage=weight.advantage,

@@ -28,9 +28,11 @@ __all__ = [
     "FollowConfig",
     "NetworkConfig",
     "NodeConfig",
+    "OwnObjective",
     "PolicyConfig",
     "RolloutConfig",
     "ShareConfig",
+    "SuperviseConfig",
     "TrainConfig",
     "VerifyConfig",
     "VllmConfig",
@@ -39,6 +41,49 @@ __all__ = [
 ]
 
 _TEXTUAL = (str, Path)
+
+
+OwnObjective = Literal[
+    "a3po",
+    "ais",
+    "cispo",
+    "copris",
+    "dapo",
+    "decoupled_ppo",
+    "dis",
+    "dppo_kl",
+    "dppo_tv",
+    "dr_grpo",
+    "dro",
+    "f_opd",
+    "grpo",
+    "gspo",
+    "icepop",
+    "intellect2",
+    "luspo",
+    "m2po_clip",
+    "m2po_mask",
+    "minpro",
+    "mis",
+    "mu_grpo",
+    "opsm",
+    "pnpo",
+    "ppo_clip",
+    "ppo_ewma",
+    "sat",
+    "soft_sapo",
+    "sparse_rl",
+    "swarm_sapo",
+    "tbpo",
+    "tis",
+    "topr",
+    "topr_token",
+    "uncorrected",
+    "vcpo",
+    "vespo",
+]
+"""Presets of `node.train.objectives` that are not for other models' groups only; not read from there, because
+this module starts without torch."""
 
 
 class Section(BaseModel):
@@ -233,8 +278,10 @@ class MergeConfig(Section):
 
 
 class WeightConfig(Section):
-    advantage: Literal["grpo", "rloo", "dr_grpo"] = "grpo"
-    """Advantage inside one group. dr_grpo also divides the loss by a constant length instead of by tokens."""
+    advantage: Literal["dr_grpo", "gapo", "grpo", "mad", "max_rl", "mc_grpo", "rloo"] = "grpo"
+    """Advantage inside one group; `swarm objectives list` tells them apart. dr_grpo also divides the loss by
+    a constant length instead of by tokens. mc_grpo is for swarms with groups of an odd size, and leaves the
+    median rollout of each out."""
     external: Literal["auto", "compat", "hacpo", "own"] = "auto"
     """How peers' groups enter the loss. auto: GRAFT where our group failed and theirs is mixed, HACPO's
     capability-aware term where a prompt is shared, `compat` elsewhere. own: as own groups are, by
@@ -256,10 +303,30 @@ class TrainConfig(Section):
     """Peers' groups in a step (J), as many as there are in time."""
     external_wait_s: float = Field(2.0, ge=0)
     """How long a step waits for peers' groups before it goes on with fewer; no wait without peers."""
-    objective: Literal["dppo_tv", "ppo_clip", "tis"] = "dppo_tv"
-    """Loss of the own groups."""
+    objective: OwnObjective = "topr"
+    """Loss of the own groups: `swarm objectives list` tells them apart."""
+    objective_options: dict[str, float | bool | str] = {}
+    """Options of the objective in place of its defaults, as in objective_options = { cap = 3.0 }."""
+    snapshots: int = Field(8, ge=1)
+    """Versions of the weights, the newest among them, that are kept for objectives which need old
+    log-probabilities by the very version that generated a token. In RAM: up to a copy of what learns each."""
+    snapshot_bytes: int = Field(0, ge=0)
+    """RAM that they may take; then fewer are kept. 0: no limit."""
+    ewma_beta: float = Field(0.889, ge=0, lt=1)
+    """Decay of the moving average of the weights, kept for objectives that need one: the mean age in it is
+    beta / (1 - beta) steps."""
     learning_rate: float = Field(3e-4, gt=0)
     """AdamW's step size after the warm-up."""
+    ess_scaling: bool = False
+    """Shrink the learning rate of steps that few rollouts decide (VCPO), by the effective sample size of the
+    own and followers' ones."""
+    ess_base: float = Field(1.0, gt=0, le=1)
+    """Shares of at least this leave the learning rate as it is."""
+    ess_rule: Literal["sqrt", "linear"] = "sqrt"
+    """How it shrinks with the share; sqrt is for Adam."""
+    slow_fast: bool = False
+    """Make four passes over each batch (SFPO): three, a part of the way back, one more; until the entropy
+    rises."""
     warmup_steps: int = Field(5, ge=0)
     """Steps of linear warm-up."""
     max_grad_norm: float = Field(1.0, gt=0)
@@ -273,6 +340,52 @@ class TrainConfig(Section):
     the newest."""
     keep_checkpoints: int = Field(2, ge=1)
     """Older checkpoints are removed."""
+
+
+class SuperviseConfig(Section):
+    enabled: Literal[True, False, "auto"] = "auto"
+    """Take a bad update back: weights and moments as before it, as a new version. Costs a copy of both in RAM
+    (12 bytes for each weight that learns, twice that with probes) at every step. auto: where that fits beside
+    the rest; on a GPU only with an adapter, since all weights take long to copy from there."""
+    kl_step: float = Field(0.5, ge=0)
+    """Bad is a step that moves the policy by more than this on what it trained on, nats per token; 0: no
+    limit."""
+    ess: float = Field(0.05, ge=0, lt=1)
+    """Bad is a step whose own tokens have a smaller effective sample size than this share of them; 0: no
+    limit. To be lowered where rollouts are many versions old."""
+    grad_norm: float = Field(10.0, ge=0)
+    """Bad is a gradient norm of more than this times the usual one; 0: no limit."""
+    norms: int = Field(50, ge=1)
+    """The usual norm is the median of so many good steps."""
+    norms_needed: int = Field(20, ge=1)
+    """With fewer of them no norm is too large."""
+    in_a_row: int = Field(3, ge=1)
+    """After so many bad updates in a row, or bad probes, the run ends."""
+    kl_rows: int = Field(8, ge=0)
+    """Own rollouts that are looked at again after a step for `kl_step`; none where engine and trainer take
+    turns on the device."""
+    probe_every: int = Field(0, ge=0)
+    """Steps between probes on held-out prompts, for a decline that no single step shows; 0: none."""
+    probe_prompts: int = Field(64, ge=16)
+    """Held-out prompts of a probe."""
+    probe_confidence: float = Field(0.99, ge=0.5, lt=1)
+    """Bad is a probe that is surely worse, with this confidence, than the last good one."""
+    probe_tolerance: float = Field(0.0, ge=0)
+    """Loss of mean reward that counts as none."""
+
+    @pydantic.field_validator("grad_norm")
+    @classmethod
+    def _above_the_usual(cls, grad_norm: float) -> float:
+        if 0 < grad_norm <= 1:
+            raise ValueError("is a multiple of the usual norm, more than 1; 0 for no limit")
+        return grad_norm
+
+    @pydantic.field_validator("norms_needed")
+    @classmethod
+    def _as_many_as_are_kept(cls, norms_needed: int, info: pydantic.ValidationInfo) -> int:
+        if norms_needed > info.data.get("norms", norms_needed):
+            raise ValueError("is more than supervise.norms, so there would never be enough")
+        return norms_needed
 
 
 class EvaluateConfig(Section):
@@ -312,6 +425,7 @@ class NodeConfig(Section):
     merge: MergeConfig = MergeConfig()
     weight: WeightConfig = WeightConfig()
     train: TrainConfig = TrainConfig()
+    supervise: SuperviseConfig = SuperviseConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
 
     @pydantic.field_validator("rollout")

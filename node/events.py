@@ -18,12 +18,15 @@ from typing import Any
 import msgspec
 
 __all__ = [
+    "LAG_BUCKETS",
     "BlobStatus",
     "CheckCount",
     "CheckOutcome",
     "Evaluated",
     "Event",
     "EventBus",
+    "Gap",
+    "Gaps",
     "GroupJudged",
     "Health",
     "MergeJudged",
@@ -32,6 +35,7 @@ __all__ = [
     "Notice",
     "PeerStatus",
     "PeersSeen",
+    "RolledBack",
     "SourceShare",
     "StageStatus",
     "StagesSeen",
@@ -45,6 +49,8 @@ __all__ = [
 ]
 
 MAX_SHOWN_CHARS = 2000
+LAG_BUCKETS = (0, 1, 2, 4, 8, 16, 32, 64)
+"""First lag, in versions, of each place of a histogram; the last one has no end."""
 
 
 def inert(text: str, max_chars: int = MAX_SHOWN_CHARS) -> str:
@@ -172,10 +178,10 @@ class GroupJudged(Event, frozen=True, kw_only=True):
 
 
 class SourceShare(msgspec.Struct, frozen=True, kw_only=True):
-    """What one source (own, or one peer) contributed to a step."""
+    """What one source (own, or one peer), or one kind of source, contributed to a step."""
 
     source: str
-    """"own" or a peer id."""
+    """"own" or a peer id; of a kind: own | follower | foreign."""
     groups: int
     tokens: int
     weight: float
@@ -183,15 +189,50 @@ class SourceShare(msgspec.Struct, frozen=True, kw_only=True):
     loss: float
     kept: float
     """Share of tokens that carry gradient."""
+    dropped: float = 0.0
+    """Share of tokens that the objective took out, or whose advantage is no finite number."""
+    clipped: float = 0.0
+    """Share of tokens that count and carry no gradient: the rest."""
     ess: float
     """Effective sample size of the importance weights, as a share of the tokens."""
     advantage_abs: float
     gap: float
     """Mean |log ratio| per token against the behaviour policy, nats."""
+    k1: float = 0.0
+    """Estimate of KL(behaviour || current), nats per token: mean of -log ratio, may be negative."""
+    k3: float = 0.0
+    """The same by ratio - 1 - log ratio: never negative."""
+    lags: tuple[int, ...] = ()
+    """Tokens by lag: as many numbers as `LAG_BUCKETS`. Of the own lineage that of each token against the
+    version trained here, of others that of the group against their newest."""
+
+
+class Gap(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a policy q is from p, whose tokens these are; nats per token, 0 without tokens."""
+
+    tokens: int
+    mean_abs: float
+    k1: float
+    """Mean of log p - log q: unbiased for KL(p || q), may be negative."""
+    k3: float
+    """Mean of q/p - 1 - log q/p: never negative."""
+
+
+class Gaps(msgspec.Struct, frozen=True, kw_only=True):
+    """The two factors of a token's ratio, apart, over tokens whose generating weights are kept
+    (`train.snapshots`). Their k1 add up to that of the current policy from the engine."""
+
+    mismatch: Gap
+    """The trainer's log-probabilities at the generating version from the engine's: what the engine does to
+    weights."""
+    staleness: Gap
+    """The current ones from those: what training did since."""
+    exact: float
+    """Share of the own lineage's tokens that these are."""
 
 
 class StepDone(Event, frozen=True, kw_only=True):
-    """One optimiser step. `policy_version` is the version it made."""
+    """One optimiser step. `policy_version` is the version it made, also when that was rolled back."""
 
     policy_version: int
     loss: float
@@ -209,6 +250,14 @@ class StepDone(Event, frozen=True, kw_only=True):
     learning_rate: float
     skipped: bool
     """True when the NaN guard left parameters and optimiser untouched."""
+    rolled_back: bool = False
+    """True when it was taken back: see `RolledBack`."""
+    nonfinite: int = 0
+    """Rollouts that were left out because their advantage is no finite number."""
+    ess: float = 1.0
+    """Effective sample size of the own lineage's completions, by their sequence weights, as a share."""
+    kl_step: float | None = None
+    """Estimate of KL(before || after) on own rollouts, nats per token; None: not measured."""
     groups_local: int
     groups_external: int
     hacpo_groups: int
@@ -232,11 +281,35 @@ class StepDone(Event, frozen=True, kw_only=True):
     """Own and followers' groups that a version before the last adopted merge generated: their lag counts
     versions, and a merge is further than a step."""
     sources: tuple[SourceShare, ...]
+    kinds: tuple[SourceShare, ...] = ()
+    """The same by kind of source, those that are there."""
+    gaps: Gaps | None = None
+    """None without snapshots."""
     pool: int
     """Groups in the replay pool after the draw."""
     generate_s: float
     train_s: float
     wait_s: float
+
+
+class RolledBack(Event, frozen=True, kw_only=True):
+    """Updates were found bad and taken back."""
+
+    sign: str
+    """kl_step | ess | grad_norm | probe_reward"""
+    value: float
+    """What gave them away; 0 if it was no finite number."""
+    limit: float
+    bad_version: int
+    """The newest that was undone."""
+    good_version: int
+    """Whose weights came back."""
+    policy_version: int
+    """As this version."""
+    total: int
+    """Of this run, this one among them."""
+    why: str
+    """One sentence for the operator."""
 
 
 class BlobStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -370,6 +443,7 @@ AnyEvent = (
     | PeersSeen
     | GroupJudged
     | StepDone
+    | RolledBack
     | WeightsSeen
     | VersionPublished
     | VersionReached

@@ -17,7 +17,9 @@
     WEIGHT   own lag            trust x treatment (graft | hacpo | compat)     draw: peer first, then group
              waits: peers' groups, at most `external_wait_s` and only while peers are active
                         |
-    TRAIN    batch -> L_own + sum lambda_src L_src -> step -> policy_version + 1
+    TRAIN    batch (old log-probabilities) -> L_own + sum lambda_src L_src -> step -> policy_version + 1
+                     ^                                                         |
+                     +-- weights as before, as a version of their own <-- bad? +   (`train/supervisor.py`)
              waits: own groups (unblocked by ROLLOUT); with one device for both the engine sleeps meanwhile
                         |
     BROADCAST  new weights -> engine, in place -> probe (D7); the end of a step unblocks ROLLOUT's admission
@@ -40,7 +42,9 @@ errors were caught and counted at their boundary.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import functools
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -60,12 +64,19 @@ from node.share.collect import Collector, Fetched
 from node.share.gossip import Heard
 from node.share.pool import ReplayPool
 from node.supervise import StageGauge
+from node.train.batch import TrainingBatch
 from node.train.checkpoint import prune, save_checkpoint, take_weights
 from node.train.evaluate import HeldOut
+from node.train.ewma import Ewma
 from node.train.groups import OWN_SOURCE
+from node.train.objectives import Need
+from node.train.old_policy import OldPolicy
 from node.train.settings import TrainSettings
+from node.train.snapshots import Snapshots
+from node.train.stability import RollBack
 from node.train.stage import StagePlan, TrainStage
-from node.train.step import Trainer
+from node.train.step import StepReport, Trainer
+from node.train.supervisor import Supervisor
 from node.verify.lineage import OwnLineage
 from node.verify.pipeline import Verifier
 from node.verify.stage import VerifyStage
@@ -258,6 +269,27 @@ class Node(NodeCore):
             notice=self._notice,
         )
 
+    def _supervise(self) -> Supervisor | None:
+        supervise = self.config.supervise
+        if supervise.enabled is not True:  # "auto" is for the memory plan to decide
+            return None
+        if self.config.policy.sharing == "sequential":
+            supervise = supervise.model_copy(update={"kl_rows": 0})
+        return Supervisor(self._parts.trainer, supervise)
+
+    def _step(self, supervisor: Supervisor | None) -> Callable[[TrainingBatch], StepReport]:
+        """A step of the trainer, with what surrounds it."""
+        trainer, train, needs = self._parts.trainer, self.config.train, self._parts.settings.needs
+        step = supervisor.step if supervisor is not None else trainer.step
+        if not needs & {Need.SNAPSHOT, Need.EWMA}:
+            return step
+        snapshots = ewma = None
+        if Need.SNAPSHOT in needs:
+            snapshots = Snapshots(versions=train.snapshots, max_bytes=train.snapshot_bytes or sys.maxsize)
+        if Need.EWMA in needs:
+            ewma = Ewma(trainer.learning(), beta=train.ewma_beta, device="cpu")
+        return OldPolicy(trainer, step, snapshots=snapshots, ewma=ewma).step
+
     def _verify(self) -> VerifyStage:
         return VerifyStage(
             self._verifier,
@@ -274,7 +306,7 @@ class Node(NodeCore):
         )
 
     def _train(self) -> TrainStage:
-        parts, train = self._parts, self.config.train
+        parts, train, supervisor = self._parts, self.config.train, self._supervise()
         return TrainStage(
             parts.trainer,
             parts.policy,
@@ -286,6 +318,7 @@ class Node(NodeCore):
                 external_wait_s=train.external_wait_s,
                 evaluate_every=self.config.evaluate.every,
                 checkpoint_every=train.checkpoint_every,
+                probe_every=self.config.supervise.probe_every,
             ),
             own=self._made,
             pool=self._pool,
@@ -301,7 +334,9 @@ class Node(NodeCore):
             used=self._admission.used,
             held=self._admission.held,
             alone=self._engine.alone,
+            step=self._step(supervisor),
             merge=self._adoption(self._merger).next if self._merger is not None else None,
+            probe=functools.partial(self._probe, supervisor) if supervisor is not None else None,
             broadcast=self._engine.broadcast,
             evaluate=self._evaluate,
             save=self._save,
@@ -421,6 +456,17 @@ class Node(NodeCore):
                 evaluate_s=report.evaluate_s,
             )
         )
+
+    async def _probe(self, supervisor: Supervisor) -> RollBack | None:
+        """What was undone because the engine's weights, the trainer's, answer held-out prompts worse than
+        earlier ones did. The engine has the earlier ones then."""
+        rewards = await self._compute.run(
+            "evaluate", self._held_out.rewards, self.config.supervise.probe_prompts
+        )
+        undone = await self._compute.run("train", supervisor.probe, rewards)
+        if undone is not None:
+            await self._engine.replace(None, anchor=False)
+        return undone
 
     async def _save(self) -> None:
         """Checkpoint, of a version that has none, and trust to disk. A full disk costs that, not the run."""

@@ -7,6 +7,7 @@ SwarmError
 │   ├── CharterError              the local charter is invalid or its signature is bad     exit code 2
 │   ├── ModelError                a policy folder cannot be loaded                         exit code 2
 │   ├── SandboxError              the scoring sandbox cannot be started or is too weak
+│   ├── UnstableError             updates had to be rolled back again and again
 │   ├── TransportError            the network stack of this node is down
 │   │   ├── AddressError          an address cannot be parsed, bound or reached            exit code 2
 │   │   └── DeadlineError         a wait ran past its deadline
@@ -43,6 +44,7 @@ __all__ = [
     "SignatureError",
     "SwarmError",
     "TransportError",
+    "UnstableError",
     "VersionError",
 ]
 
@@ -83,6 +85,10 @@ class ModelError(OurFault):
 
 class SandboxError(OurFault):
     """The scoring sandbox cannot be started, or is too weak for what the charter asks."""
+
+
+class UnstableError(OurFault):
+    """Updates were rolled back again and again; the message says why and what to change."""
 
 
 class TransportError(OurFault):

@@ -51,7 +51,7 @@ def demo_line(event: Event) -> str:
     match event:
         case NodeStarted():
             return f"{Path(event.model).name}, {event.params / 1e6:.2f} M parameters, {event.peer_id}"
-        case StepDone() if event.policy_version % DEMO_EVERY and not event.skipped:
+        case StepDone() if event.policy_version % DEMO_EVERY and not _unusual(event):
             return ""
         case VersionReached() if event.policy_version % DEMO_EVERY:
             return ""
@@ -85,13 +85,19 @@ def _introduction(event: NodeStarted) -> list[str]:
     return lines
 
 
+def _unusual(event: StepDone) -> str:
+    if event.skipped:
+        return "  SKIPPED (not finite)"
+    return "  ROLLED BACK" if event.rolled_back else ""
+
+
 def _step(event: StepDone) -> str:
     return (
         f"v{event.policy_version:<4} reward {event.reward:.2f}  loss {event.loss:+.3f}  "
         f"groups {event.groups_local}+{event.groups_external}"
         + (f" ({event.groups_followers} of followers)" if event.groups_followers else "")
         + f"  staleness {event.staleness:.1f}  "
-        f"entropy {event.entropy:.2f}" + ("  SKIPPED (not finite)" if event.skipped else "")
+        f"entropy {event.entropy:.2f}{_unusual(event)}"
     )
 
 

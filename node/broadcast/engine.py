@@ -104,11 +104,12 @@ class EngineBroadcast:
         if not self.not_sharing:
             self._proven(policy_version, state, anchor=anchor)
 
-    async def replace(self, change: Callable[[], None], *, anchor: bool) -> None:
-        """Let `change` give the trainer another version, beside a step, and bring it here like one. Raises
-        EngineError when the engine cannot go on."""
+    async def replace(self, change: Callable[[], None] | None, *, anchor: bool) -> None:
+        """Let `change` give the trainer another version, beside a step, and bring it here like one; None: it
+        has it already. Raises EngineError when the engine cannot go on."""
         async with self._turn():
-            await self._compute.run("train", change)
+            if change is not None:
+                await self._compute.run("train", change)
             self._taken = await self._compute.run("train", self._take, always=True)
         await self.broadcast(self._trainer.policy_version, anchor=anchor)
 

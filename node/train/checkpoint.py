@@ -26,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from node.rollout.adapter import AdapterSpec, merged_state
 from node.rollout.engine.base import Engine
 from node.state import sync
+from node.train.slow_fast import SlowFastState
 from node.train.step import Trainer
 from protocol.errors import ConfigError, ModelError
 
@@ -74,6 +75,7 @@ class CheckpointState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     optimiser: str = "adamw"
     adapter: AdapterSpec | None = None
     """What was trained; None: all weights."""
+    slow_fast: SlowFastState | None = None
 
 
 def save_checkpoint(trainer: Trainer, folder: Path) -> None:
@@ -130,6 +132,7 @@ def _write(trainer: Trainer, temporary: Path) -> None:
         tokenizer=trainer.policy.tokenizer_digest,
         optimiser=trainer.settings.optimiser,
         adapter=trainer.settings.adapter,
+        slow_fast=trainer.slow_fast.state if trainer.slow_fast is not None else None,
     )
     for file in temporary.iterdir():
         sync(file)
@@ -240,6 +243,8 @@ def load_checkpoint(trainer: Trainer, folder: Path) -> CheckpointState:
     torch.random.set_rng_state(moments[_RANDOM])
     trainer.updates = state.updates
     trainer.skipped_steps = state.skipped_steps
+    if trainer.slow_fast is not None and state.slow_fast is not None:
+        trainer.slow_fast.state = state.slow_fast
     return state
 
 

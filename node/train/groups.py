@@ -10,20 +10,23 @@ errors are `TrainingDataError`, per group.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from node.rollout.policy import Policy
+from node.train.objectives import Need
 from node.train.settings import TrainSettings, Treatment, TreatmentSettings
-from node.weight.advantage import ADVANTAGES, capability_aware, has_signal
+from node.weight.advantage import ADVANTAGES, capability_aware, has_signal, pivot
 from protocol.errors import RemoteProtocolError
 from protocol.messages import FinishReason, Rollout
 
 __all__ = [
     "OWN_SOURCE",
+    "Kind",
     "TrainingDataError",
     "TrainingGroup",
     "TrainingRollout",
@@ -43,6 +46,16 @@ MAX_ADVANTAGE_ABS = 1e2
 MIN_LOGPROB = -1e3
 MAX_LOGPROB = 1e-3
 """Rounding may push the logarithm of a probability of one slightly above zero."""
+
+
+class Kind(StrEnum):
+    """Of a source: who generated a group."""
+
+    OWN = "own"
+    FOLLOWER = "follower"
+    """Another node, with this node's policy."""
+    FOREIGN = "foreign"
+    """Another policy."""
 
 
 class TrainingDataError(RemoteProtocolError):
@@ -66,6 +79,8 @@ class TrainingRollout:
     """log mu of each token; None when the text was re-tokenised."""
     ingestion_T: NDArray[np.float32] | None = None
     """log pi when first trained on; None on first use, or to start again at ratio one."""
+    versions_T: NDArray[np.int64] | None = None
+    """Version of the author's lineage that generated each token; None when the text was re-tokenised."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,6 +108,15 @@ class TrainingGroup:
     """External: this node has answered the prompt too."""
     own_lineage: bool = False
     """External: a follower's, which this node's policy generated."""
+    left_out: int | None = None
+    """Place, among the rollouts as they came, of the one that its advantages leave out (`drops_pivot`)."""
+
+    @property
+    def kind(self) -> Kind:
+        """Who generated it."""
+        if self.source == OWN_SOURCE:
+            return Kind.OWN
+        return Kind.FOLLOWER if self.own_lineage else Kind.FOREIGN
 
 
 def training_rollouts(
@@ -106,11 +130,15 @@ def training_rollouts(
     for rollout in rollouts:
         tokens = _array(group, rollout.token_ids, "<u4", "token_ids").astype(np.int64)
         behaviour = _array(group, rollout.logprobs, "<f4", "logprobs").astype(np.float32)
-        if len(tokens) != len(behaviour):
-            raise TrainingDataError(group, f"{len(tokens)} token ids but {len(behaviour)} log-probabilities")
+        versions = _array(group, rollout.versions, "<u4", "versions").astype(np.int64)
+        if not len(tokens) == len(behaviour) == len(versions):
+            raise TrainingDataError(
+                group,
+                f"{len(tokens)} token ids but {len(behaviour)} log-probabilities, {len(versions)} versions",
+            )
         behaviour_sum = float(behaviour.sum(dtype=np.float64))
         if same_tokenizer:
-            made.append(TrainingRollout(tokens, behaviour_sum, behaviour))
+            made.append(TrainingRollout(tokens, behaviour_sum, behaviour, versions_T=versions))
         else:
             ids = policy.encode_completion(rollout.text, rollout.finish is FinishReason.STOP)
             made.append(TrainingRollout(np.asarray(ids, dtype=np.int64), behaviour_sum))
@@ -158,7 +186,7 @@ def own_group(
     uses: int = 0,
 ) -> TrainingGroup:
     """A group of the own lineage, with advantages from its own statistics."""
-    return TrainingGroup(
+    whole = TrainingGroup(
         source=OWN_SOURCE,
         group=group,
         prompt_ids=tuple(prompt_ids),
@@ -171,6 +199,7 @@ def own_group(
         age_windows=age_windows,
         uses=uses,
     )
+    return _without_pivot(whole, settings)
 
 
 def external_group(
@@ -202,18 +231,13 @@ def external_group(
     treatment = choose_treatment(
         rewards, own_rewards, settings, same_tokenizer=same_tokenizer, own_lineage=own_lineage
     )
-    if treatment is Treatment.HACPO and own_rewards is not None:
-        by_agent = {**(other_rewards or {}), OWN_SOURCE: own_rewards, source: rewards}
-        advantages = capability_aware(by_agent, capability, OWN_SOURCE)[source]
-    else:
-        advantages = _advantages(rewards, settings)
-    return TrainingGroup(
+    whole = TrainingGroup(
         source=source,
         group=group,
         prompt_ids=tuple(prompt_ids),
         rollouts=rollouts,
         rewards=tuple(rewards),
-        advantages=advantages,
+        advantages=_advantages(rewards, settings),
         treatment=treatment,
         temperature=temperature,
         trust=trust,
@@ -223,6 +247,10 @@ def external_group(
         prompt_shared=own_rewards is not None,
         own_lineage=own_lineage,
     )
+    if treatment is Treatment.HACPO and own_rewards is not None:
+        by_agent = {**(other_rewards or {}), OWN_SOURCE: own_rewards, source: rewards}
+        return replace(whole, advantages=capability_aware(by_agent, capability, OWN_SOURCE)[source])
+    return _without_pivot(whole, settings)
 
 
 def check_group(group: TrainingGroup, settings: TrainSettings, policy: Policy) -> None:
@@ -246,7 +274,7 @@ def check_group(group: TrainingGroup, settings: TrainSettings, policy: Policy) -
     if not group.prompt_ids:
         raise refuse("the prompt is empty")
     _check_range(group.group, "prompt token id", np.asarray(group.prompt_ids), 0, policy.vocab_size - 1)
-    needs_tokens = settings.objective(group.treatment).needs_token_behaviour
+    needs_tokens = Need.BEHAVIOUR in settings.objective(group.treatment).needs
     for rollout in group.rollouts:
         length = rollout.tokens_T.shape[0] if rollout.tokens_T.ndim == 1 else -1
         if not 0 < length <= settings.max_completion_tokens:
@@ -265,14 +293,15 @@ def check_group(group: TrainingGroup, settings: TrainSettings, policy: Policy) -
         )
         if needs_tokens and rollout.behaviour_T is None:
             raise refuse(f"treatment {group.treatment} needs log-probabilities of each token; use compat")
-        for name, values in (
-            ("log-probability", rollout.behaviour_T),
-            ("stored log-probability", rollout.ingestion_T),
+        for name, values, low, high in (
+            ("log-probability", rollout.behaviour_T, MIN_LOGPROB, MAX_LOGPROB),
+            ("stored log-probability", rollout.ingestion_T, MIN_LOGPROB, MAX_LOGPROB),
+            ("version", rollout.versions_T, 0, 2**32),
         ):
             if values is not None:
                 if values.shape != (length,):
                     raise refuse(f"{values.shape} {name} values for {length} tokens")
-                _check_range(group.group, name, values, MIN_LOGPROB, MAX_LOGPROB)
+                _check_range(group.group, name, values, low, high)
 
 
 def mean_logprob(rollout: TrainingRollout) -> float:
@@ -284,6 +313,20 @@ def _advantages(rewards: Sequence[float], settings: TreatmentSettings) -> tuple[
     if not has_signal(rewards):
         return (0.0,) * len(rewards)
     return ADVANTAGES[settings.advantage](rewards)
+
+
+def _without_pivot(group: TrainingGroup, settings: TreatmentSettings) -> TrainingGroup:
+    """Without the rollout that the estimator leaves out, if it does and another one is left."""
+    if not ADVANTAGES[settings.advantage].drops_pivot or len(group.rewards) < 2:
+        return group
+    place = pivot(group.rewards) if has_signal(group.rewards) else 0
+    return replace(
+        group,
+        rollouts=group.rollouts[:place] + group.rollouts[place + 1 :],
+        rewards=group.rewards[:place] + group.rewards[place + 1 :],
+        advantages=group.advantages[:place] + group.advantages[place + 1 :],
+        left_out=place,
+    )
 
 
 def _array(group: str, data: bytes, dtype: str, name: str) -> NDArray[Any]:

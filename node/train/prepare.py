@@ -33,8 +33,8 @@ from protocol.messages import Digest, PeerId
 
 __all__ = ["ExternalDraft", "LogprobRows", "OwnDraft", "Prepared", "first_logprobs", "prepare"]
 
-LogprobRows = tuple[NDArray[np.float32], ...]
-"""log pi of each token, one array per rollout of a group."""
+LogprobRows = tuple[NDArray[np.float32] | None, ...]
+"""log pi of each token, one array per rollout of a group; None where none was trained on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +103,13 @@ def first_logprobs(prepared: Prepared, logprobs_BT: NDArray[np.float32]) -> dict
         lengths = [len(rollout.tokens_T) for rollout in group.rollouts]
         if not draft.ingestion:
             # Below what a group may hold no clip tells the difference.
-            found[draft.pooled.digest] = tuple(
+            rows: list[NDArray[np.float32] | None] = [
                 logprobs_BT[row + place, :length].clip(MIN_LOGPROB, 0.0)
                 for place, length in enumerate(lengths)
-            )
+            ]
+            if group.left_out is not None:
+                rows.insert(group.left_out, None)
+            found[draft.pooled.digest] = tuple(rows)
         row += len(lengths)
     return found
 

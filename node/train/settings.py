@@ -7,7 +7,10 @@ from enum import StrEnum
 from typing import Literal
 
 from node.rollout.adapter import AdapterSpec
-from node.train.objectives import Compat, DppoTv, Graft, Hacpo, Objective
+from node.train.ess_scaling import EssScaling
+from node.train.objectives import Need, Objective
+from node.train.objectives.presets import compat, graft, hacpo, topr
+from node.train.slow_fast import SlowFastSettings
 
 __all__ = ["TrainSettings", "Treatment", "TreatmentSettings"]
 
@@ -34,7 +37,7 @@ class TreatmentSettings:
     """One treatment for all external groups, or None to choose by prompt and outcome."""
     failure_reward: float = 0.0
     """An own group has failed if no reward is above this."""
-    advantage: Literal["grpo", "rloo", "dr_grpo"] = "grpo"
+    advantage: Literal["dr_grpo", "gapo", "grpo", "mad", "max_rl", "mc_grpo", "rloo"] = "grpo"
     """Advantage inside one group: own groups, and external ones that keep their author's statistics."""
 
 
@@ -63,11 +66,15 @@ class TrainSettings:
     measure_start_kl: bool = True
     """Report the divergence from the first weights on own tokens. Costs a frozen copy of them, which an
     adapter does not need."""
-    own: Objective = field(default_factory=DppoTv)
-    compat: Objective = field(default_factory=Compat)
-    hacpo: Objective = field(default_factory=Hacpo)
-    graft: Objective = field(default_factory=Graft)
+    own: Objective = field(default_factory=topr)
+    compat: Objective = field(default_factory=compat)
+    hacpo: Objective = field(default_factory=hacpo)
+    graft: Objective = field(default_factory=graft)
     treatment: TreatmentSettings = field(default_factory=TreatmentSettings)
+    ess_scaling: EssScaling | None = None
+    """Shrink the learning rate of steps that few rollouts decide."""
+    slow_fast: SlowFastSettings | None = None
+    """Several updates a step while it helps."""
     device: str = "cpu"
     dtype: str = "float32"
     """Of the policy's weights; an adapter is float32."""
@@ -77,6 +84,11 @@ class TrainSettings:
     """Leave the device to the engine between steps; weights and moments then lie in RAM."""
     adapter: AdapterSpec | None = None
     """Train this and leave the policy's weights as they are; None: train all weights."""
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """Inputs that some objective asks for."""
+        return self.own.needs | self.compat.needs | self.hacpo.needs | self.graft.needs
 
     def objective(self, treatment: Treatment) -> Objective:
         """The objective of rows with this treatment."""

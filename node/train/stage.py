@@ -4,9 +4,10 @@ version.
 One loop. It waits for I own groups (for fewer, at least one, once generation holds because its tokens are
 spent), then for up to J of the pool's (with a deadline, and only while peers are active, so a node without
 peers trains alone), has them made into a batch (`prepare.py`), steps, and hands the new weights to the
-engine; all of that work runs beside the loop, which alone touches books and pool.
+engine; all of that work runs beside the loop, which alone touches books and pool. A step may come back rolled
+back (`supervisor.py`): then it does not count, and the weights that the engine gets are the good ones.
 Evaluations on held-out prompts happen here, before, during and after. Between two steps a merge may change
-the weights (`broadcast/adopt.py`).
+the weights (`broadcast/adopt.py`), and so may a probe of what they have become.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -24,16 +26,17 @@ from numpy.typing import NDArray
 
 from node.clock import Clock
 from node.compute import Compute
-from node.events import EventBus, Notice, StepDone
+from node.events import EventBus, Notice, RolledBack, StepDone
 from node.rollout.policy import Policy
 from node.rollout.worker import OwnGroup
 from node.share.peers import PeerBook
 from node.share.pool import PooledGroup, ReplayPool
 from node.supervise import StageGauge
 from node.train.batch import TrainingBatch
-from node.train.groups import OWN_SOURCE
+from node.train.groups import OWN_SOURCE, Kind
 from node.train.prepare import ExternalDraft, LogprobRows, OwnDraft, Prepared, first_logprobs, prepare
 from node.train.settings import TrainSettings, Treatment
+from node.train.stability import RollBack
 from node.train.step import StepReport, Trainer
 from node.weight.advantage import CapabilityTracker, has_signal
 from node.weight.answered import AnsweredPrompts
@@ -57,6 +60,8 @@ class StagePlan:
     external_wait_s: float
     evaluate_every: int
     checkpoint_every: int
+    probe_every: int = 0
+    """Steps between probes; 0: none."""
 
 
 class TrainStage:
@@ -92,12 +97,16 @@ class TrainStage:
         weight_gauge: StageGauge,
         finished: asyncio.Event,
         alone: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
+        step: Callable[[TrainingBatch], StepReport] | None = None,
         merge: Callable[[], Awaitable[bool]] | None = None,
+        probe: Callable[[], Awaitable[RollBack | None]] | None = None,
     ) -> None:
         """`used(n)`: a step that took n own groups has ended. `held` is set while no more own groups will
-        come before that. A step has the device to itself inside `alone`. `merge()`, between two steps, says
-        whether it has given the trainer merged weights."""
+        come before that. A step has the device to itself inside `alone`. `step` is the trainer's, or what
+        surrounds it. `merge()`, between two steps, says whether it has given the trainer merged weights;
+        `probe()` what it has found bad, and undone, in the engine too."""
         self._trainer = trainer
+        self._train = step or trainer.step
         self._policy = policy
         self._settings = settings
         self._plan = plan
@@ -127,15 +136,18 @@ class TrainStage:
         self._finished = finished
         self._alone = alone
         self._merge = merge
+        self._probe = probe
         self._merged_version = 0
         """Of the last merge that was adopted in this run."""
 
     async def run(self) -> None:
         """All steps of this run."""
         await self._measure("before")
+        await self._look_back(0)
         for step in range(1, self._plan.steps + 1):
             await self._step()
             await self._take_merge()
+            await self._look_back(step)
             if step < self._plan.steps and step % self._plan.evaluate_every == 0:
                 await self._measure("during")
             if step % self._plan.checkpoint_every == 0 or step == self._plan.steps:
@@ -158,16 +170,52 @@ class TrainStage:
         version = self._trainer.policy_version
         async with self._alone():
             with self._gauge.working():
-                report = await self._compute.run("train", self._trainer.step, prepared.batch)
+                report = await self._compute.run("train", self._train, prepared.batch)
         if not report.skipped:
-            self._remember(prepared, report)
+            if report.rolled_back is None:
+                self._remember(prepared, report)
             with self._gauge.waiting("broadcast"):
-                await self._broadcast(report.policy_version)
+                await self._broadcast(self._trainer.policy_version)
         else:
             text = "a step was not finite and left the weights untouched"
             self._bus.emit(Notice(at=self._clock.now_ms(), level="warning", text=text))
         self._used(len(own))
-        self._bus.emit(self._event(_finite(report), prepared.batch, own, version, waited_s))
+        self._bus.emit(_finite(self._event(report, prepared.batch, own, version, waited_s)))
+        if report.rolled_back is not None:
+            await self._tell(report.rolled_back)
+
+    async def _look_back(self, step: int) -> None:
+        """Probe the weights when it is time to. What was undone may be in a checkpoint, so the good ones are
+        saved at once."""
+        every = self._plan.probe_every
+        if self._probe is None or not every or step % every:
+            return
+        with self._gauge.working():
+            undone = await self._probe()
+            if undone is not None:
+                await self._save()
+        if undone is not None:
+            await self._tell(undone)
+
+    async def _tell(self, undone: RollBack) -> None:
+        """Raises UnstableError, with the good weights saved, when it was one roll-back too many in a row."""
+        self._bus.emit(Notice(at=self._clock.now_ms(), level="warning", text=undone.text))
+        event = RolledBack(
+            at=self._clock.now_ms(),
+            sign=undone.alarm.sign.value,
+            value=undone.alarm.value,
+            limit=undone.alarm.limit,
+            bad_version=undone.bad_version,
+            good_version=undone.good_version,
+            policy_version=undone.policy_version,
+            total=undone.total,
+            why=undone.text,
+        )
+        self._bus.emit(_finite(event))
+        if undone.error is not None:
+            with self._gauge.working():
+                await self._save()
+            raise undone.error
 
     async def _take_merge(self) -> None:
         """An adopted one is saved at once: the moments of an older checkpoint do not fit its weights."""
@@ -285,8 +333,8 @@ class TrainStage:
         waited_s: float,
     ) -> StepDone:
         external = [group for group in batch.groups if group.source != OWN_SOURCE]
-        followers = [group for group in external if group.own_lineage]
-        own_lineage = [group for group in batch.groups if group.source == OWN_SOURCE or group.own_lineage]
+        followers = [group for group in batch.groups if group.kind is Kind.FOLLOWER]
+        own_lineage = [group for group in batch.groups if group.kind is not Kind.FOREIGN]
         rollouts = [rollout for each in own for rollout in each.group.rollouts]
         versions = [_versions(each.group) for each in own]
         return StepDone(
@@ -303,6 +351,10 @@ class TrainStage:
             grad_norm=report.grad_norm,
             learning_rate=report.learning_rate,
             skipped=report.skipped,
+            rolled_back=report.rolled_back is not None,
+            nonfinite=report.nonfinite,
+            ess=report.ess,
+            kl_step=report.kl_step,
             groups_local=len(own),
             groups_external=len(external),
             hacpo_groups=sum(group.treatment is Treatment.HACPO for group in external),
@@ -316,6 +368,8 @@ class TrainStage:
             staleness_followers=fmean(group.lag for group in followers) if followers else 0.0,
             groups_across_merge=sum(version - group.lag < self._merged_version for group in own_lineage),
             sources=report.sources,
+            kinds=report.kinds,
+            gaps=report.gaps,
             pool=len(self._pool),
             generate_s=sum(each.generate_s for each in own),
             train_s=report.train_s,
@@ -328,17 +382,13 @@ def _versions(group: RolloutGroup) -> NDArray[np.uint32]:
     return np.frombuffer(b"".join(rollout.versions for rollout in group.rollouts), dtype="<u4")
 
 
-def _finite(report: StepReport) -> StepReport:
-    """JSON has no NaN: what a skipped step could not measure is shown as 0, `skipped` tells why."""
-
-    def finite(value: object) -> object:
-        return 0.0 if isinstance(value, float) and not math.isfinite(value) else value
-
-    sources = tuple(
-        msgspec.structs.replace(
-            source, **{key: finite(value) for key, value in msgspec.structs.asdict(source).items()}
-        )
-        for source in report.sources
-    )
-    values = {key: finite(value) for key, value in vars(report).items()}
-    return replace(report, **{**values, "sources": sources})
+def _finite(value: Any) -> Any:
+    """JSON has no NaN: what a step could not measure is shown as 0, `skipped` or `rolled_back` tells why."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else 0.0
+    if isinstance(value, tuple):
+        return tuple(map(_finite, value))
+    if isinstance(value, msgspec.Struct):
+        fields = {name: _finite(getattr(value, name)) for name in value.__struct_fields__}
+        return msgspec.structs.replace(value, **fields)
+    return value

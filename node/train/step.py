@@ -1,12 +1,15 @@
-"""The trainer: one optimiser step from one batch, or no change at all.
+"""The trainer: one step from one batch, or no change at all.
 
 For: forward and backward over micro-batches whose gradients add up to that of the whole batch, AdamW with a
-clipped norm, and the numbers that describe the step. If loss or gradient norm is not finite, parameters and
-optimiser stay byte-identical and the step counts as skipped. What learns is all weights, or an adapter on
-frozen ones. A GPU that runs out of memory in a step gets smaller micro-batches. Log-probabilities are taken
-at each rollout's temperature, as sampling did; one log-softmax serves loss and entropy. Not for: choosing
-groups, advantages or weights (`batch.py` has them all in one factor). Blocking; runs on one worker thread.
-Letters: see `batch.py`; V vocabulary.
+clipped norm, and the numbers that describe the step (`metrics.py`). A step is one update of the optimiser, or
+several that are one version (`slow_fast.py`), and may be shorter for rollouts of unlike weight
+(`ess_scaling.py`). If loss or gradient norm is not finite, parameters and optimiser stay byte-identical and
+the step counts as skipped, as it does if no row has a finite advantage. An objective with statistics over the
+batch gets them from a pass without gradient if there is more than one micro-batch. What learns is all
+weights, or an adapter on frozen ones. A GPU that runs out of memory in a step gets smaller micro-batches.
+Log-probabilities are taken at each rollout's temperature, as sampling did. Not for: choosing groups,
+advantages or weights (`batch.py` has them all in one factor). Blocking; runs on one worker thread. Letters:
+see `batch.py`; V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -24,14 +27,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from node.events import SourceShare
+from node.events import Gaps, SourceShare
 from node.rollout.adapter import adapter_state, adapter_tensors, wrap
 from node.rollout.engine.base import TokenSequence
 from node.rollout.policy import Policy
 from node.train.batch import TrainingBatch
-from node.train.groups import OWN_SOURCE
-from node.train.objectives import LossInputs, TokenLoss
+from node.train.ess_scaling import ess_share, sequence_log_weights
+from node.train.forward import completion_logprobs, packed
+from node.train.metrics import RowSums, by_kind, by_source, gaps
+from node.train.objectives import LossInputs, Plan
 from node.train.settings import TrainSettings, Treatment
+from node.train.slow_fast import SlowFast
+from node.train.stability import RollBack
 from protocol.errors import ConfigError, ModelError, OurFault
 
 if TYPE_CHECKING:
@@ -47,7 +54,7 @@ REMEDY = "set policy.tuning to 'lora' or policy.sharing to 'sequential', or choo
 
 @dataclass(frozen=True, eq=False)
 class StepReport:
-    """trainer -> events. `policy_version` is the version the trainer has now."""
+    """trainer -> events. `policy_version` is the version that the step made; without one, as before."""
 
     policy_version: int
     skipped: bool
@@ -63,6 +70,16 @@ class StepReport:
     logprobs_BT: Tensor
     """log pi of the batch's completions before the step, on the CPU; meaningless where masked."""
     train_s: float
+    nonfinite: int = 0
+    """Rows that were left out because their advantage is no finite number."""
+    kinds: tuple[SourceShare, ...] = ()
+    ess: float = 1.0
+    """Of the own lineage's completions, as a share (`ess_scaling.py`)."""
+    gaps: Gaps | None = None
+    kl_step: float | None = None
+    """k3 estimate of KL(before || after) on own rollouts, nats per token; None: not measured."""
+    rolled_back: RollBack | None = None
+    """What was done about a bad step (`supervisor.py`)."""
 
 
 class OutOfMemoryError(OurFault):
@@ -71,20 +88,15 @@ class OutOfMemoryError(OurFault):
 
 
 @dataclass(frozen=True, eq=False)
-class _RowSums:
-    """Per row of the batch: sums over its tokens, detached."""
+class _Forward:
+    """One pass over some rows."""
 
-    loss_B: Tensor
-    kept_B: Tensor
-    weight_B: Tensor
-    weight_squared_B: Tensor
-    gap_B: Tensor
-    entropy_B: Tensor
-    kl_start_B: Tensor
-
-    @classmethod
-    def zeros(cls, count: int, device: torch.device) -> _RowSums:
-        return cls(*(torch.zeros(count, device=device) for _ in range(7)))
+    tokens_BL: Tensor
+    starts_B: Tensor
+    mask_BT: Tensor
+    temperature_B: Tensor
+    logprobs_BT: Tensor
+    entropy_BT: Tensor
 
 
 class Trainer:
@@ -114,30 +126,64 @@ class Trainer:
         self.updates = 0
         """Optimiser steps made since the optimiser was new; drives the warm-up."""
         self.steps = 0
-        """Steps that this object has made and that changed the weights."""
+        """Steps that this object has made and that changed the weights, but for those taken back."""
+        self.slow_fast = SlowFast(settings.slow_fast) if settings.slow_fast is not None else None
 
     def step(self, batch: TrainingBatch) -> StepReport:
         """Train on `batch` once. Raises nothing for numbers that overflow: the report says `skipped`. Raises
         OutOfMemoryError, and then weights and optimiser are as before, unless it was the optimiser's own
         update that ran out: then some may have moved, and only a checkpoint is whole."""
         with self._on_device():
-            return self._step(batch)
+            passes = self._passes(batch)
+        first, moved = passes[0], [each for each in passes if not each.skipped]
+        if moved:
+            self.steps += 1
+            self.policy_version += 1
+        else:
+            self.skipped_steps += 1
+        return replace(
+            first,
+            policy_version=self.policy_version,
+            grad_norm=max(each.grad_norm for each in moved) if moved else first.grad_norm,
+            train_s=sum(each.train_s for each in passes),
+        )
 
-    def _step(self, batch: TrainingBatch) -> StepReport:
+    def _passes(self, batch: TrainingBatch) -> list[StepReport]:
+        """Of one step: one update of the optimiser, or several."""
+        if self.slow_fast is None:
+            return [self._pass(batch)]
+
+        def once() -> StepReport:
+            nonlocal batch
+            report = self._pass(batch)
+            batch = batch.ingested(report.logprobs_BT)  # later passes are measured from where the step began
+            return report
+
+        passes = self.slow_fast.step(self.learning(), once)
+        moved = [each for each in passes if not each.skipped]
+        if moved:
+            self.slow_fast.observe(moved[-1].entropy)
+        return passes
+
+    def _pass(self, batch: TrainingBatch) -> StepReport:
+        """One update, or none. Leaves the version to the step."""
         began_s = time.perf_counter()
         loss, sums, logprobs_BT = self._in_memory(lambda: self._accumulate(batch), _lengths(batch))
         grad_norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, self.settings.max_grad_norm))
-        learning_rate = self.learning_rate()
-        skipped = not (math.isfinite(loss) and math.isfinite(grad_norm))
-        if skipped:
-            self.skipped_steps += 1
-        else:
+        own_B = batch.own_lineage_B
+        ess = ess_share(
+            sequence_log_weights(logprobs_BT[own_B], batch.behaviour_BT[own_B], batch.mask_BT[own_B])
+        )
+        scaling = self.settings.ess_scaling
+        learning_rate = self.learning_rate() * (scaling.factor(ess) if scaling is not None else 1.0)
+        nonfinite = int((~batch.advantages_B.isfinite()).sum())
+        finite = math.isfinite(loss) and math.isfinite(grad_norm)
+        skipped = not finite or nonfinite == len(batch.advantages_B)
+        if not skipped:
             for group in self.optimiser.param_groups:
                 group["lr"] = learning_rate
             self.optimiser.step()
             self.updates += 1
-            self.steps += 1
-            self.policy_version += 1
         self.optimiser.zero_grad(set_to_none=True)
         own_tokens = max(int(batch.mask_BT[batch.own_B].sum()), 1)
         return StepReport(
@@ -149,13 +195,17 @@ class Trainer:
             entropy=float(sums.entropy_B.sum()) / own_tokens,
             kl_start=float(sums.kl_start_B.sum()) / own_tokens,
             tokens=int(batch.mask_BT.sum()),
-            sources=_source_shares(batch, sums),
+            sources=by_source(batch, sums, self.policy_version),
+            kinds=by_kind(batch, sums, self.policy_version),
             logprobs_BT=logprobs_BT,
             train_s=time.perf_counter() - began_s,
+            nonfinite=nonfinite,
+            ess=ess,
+            gaps=gaps(batch, logprobs_BT),
         )
 
     def learning_rate(self) -> float:
-        """Learning rate of the next step."""
+        """Learning rate of the next update, before it is scaled."""
         warmup = self.settings.warmup_steps
         return self.settings.learning_rate * (min(1.0, (self.updates + 1) / warmup) if warmup else 1.0)
 
@@ -204,22 +254,19 @@ class Trainer:
         self, sequences: Sequence[TokenSequence], lengths: Sequence[int]
     ) -> list[NDArray[np.float32]]:
         results: list[NDArray[np.float32]] = [np.zeros(0, np.float32)] * len(sequences)
-        for places in _packed(lengths, self.micro_batch_tokens):
-            chosen = [sequences[place] for place in places]
+        for places in packed(lengths, self.micro_batch_tokens):
+            rows = [sequences[place] for place in places]
             tokens_BL = torch.zeros(len(places), max(lengths[place] for place in places), dtype=torch.int64)
-            for row, sequence in enumerate(chosen):
+            for row, sequence in enumerate(rows):
                 whole = sequence.prompt_ids + sequence.token_ids
                 tokens_BL[row, : len(whole)] = torch.tensor(whole)
             tokens_BL = tokens_BL.to(self.device)
-            starts_B = torch.tensor([len(sequence.prompt_ids) for sequence in chosen], device=self.device)
-            temperature_B = torch.tensor([sequence.temperature for sequence in chosen], device=self.device)
-            width_T = max(len(sequence.token_ids) for sequence in chosen)
-            targets_BT = tokens_BL.gather(1, _positions(starts_B, width_T).clamp_(max=tokens_BL.shape[1] - 1))
-            logprobs_BKV, places_BT = _completion_logprobs(
-                self.model, tokens_BL, starts_B, temperature_B, width_T
-            )
-            logprobs_BT = _of_targets(logprobs_BKV, places_BT, targets_BT).cpu().numpy()
-            for place, sequence, row_T in zip(places, chosen, logprobs_BT, strict=True):
+            starts_B = torch.tensor([len(sequence.prompt_ids) for sequence in rows], device=self.device)
+            temperature_B = torch.tensor([sequence.temperature for sequence in rows], device=self.device)
+            lengths_B = torch.tensor([len(sequence.token_ids) for sequence in rows], device=self.device)
+            mask_BT = torch.arange(int(lengths_B.max()), device=self.device) < lengths_B[:, None]
+            logprobs_BT = completion_logprobs(self.model, tokens_BL, starts_B, mask_BT, temperature_B)[0]
+            for place, sequence, row_T in zip(places, rows, logprobs_BT.cpu().numpy(), strict=True):
                 results[place] = row_T[: len(sequence.token_ids)].copy()
         return results
 
@@ -237,86 +284,117 @@ class Trainer:
                 torch.cuda.empty_cache()
 
     def _halve(self, lengths: Sequence[int], error: torch.OutOfMemoryError) -> None:
-        packed = list(_packed(lengths, self.micro_batch_tokens))
-        if max(len(rows) for rows in packed) == 1:
+        passes = list(packed(lengths, self.micro_batch_tokens))
+        if max(len(rows) for rows in passes) == 1:
             raise OutOfMemoryError(
                 f"{self.device} has no memory for a pass over one rollout of {max(lengths)} tokens; {REMEDY}"
             ) from error
-        largest = max(len(rows) * max(lengths[row] for row in rows) for rows in packed)
+        largest = max(len(rows) * max(lengths[row] for row in rows) for rows in passes)
         self.micro_batch_tokens = min(self.micro_batch_tokens, largest) // 2
         log.warning("out of memory; training goes on with %d tokens at a time", self.micro_batch_tokens)
 
-    def _accumulate(self, batch: TrainingBatch) -> tuple[float, _RowSums, Tensor]:
+    def _accumulate(self, batch: TrainingBatch) -> tuple[float, RowSums, Tensor]:
         """Gradients of the whole batch in `.grad`, its loss, what each row contributed, and log pi."""
-        sums = _RowSums.zeros(len(batch.treatments), self.device)
-        kept_BT = torch.zeros(batch.targets_BT.shape)
+        sums = RowSums.zeros(len(batch.treatments), self.device)
+        kept_BT = torch.zeros(batch.mask_BT.shape)
         total = torch.zeros((), device=self.device)
-        for rows in _micro_batches(batch, self.micro_batch_tokens):
-            loss = self._micro_loss(batch, rows, sums, kept_BT)
+        parts = list(_micro_batches(batch, self.micro_batch_tokens))
+        plans = self._plans(batch) if len(parts) > 1 else {}
+        for rows in parts:
+            loss = self._micro_loss(batch, rows, sums, kept_BT, plans)
             torch.autograd.backward(loss)
             total += loss.detach()
-        return float(total), sums, kept_BT
+        return float(total), sums.cpu(), kept_BT
 
-    def _micro_loss(self, batch: TrainingBatch, rows: Tensor, sums: _RowSums, kept_BT: Tensor) -> Tensor:
-        width_L = int((batch.starts_B[rows] + batch.mask_BT[rows].sum(-1)).max())
-        width_T = int(batch.mask_BT[rows].sum(-1).max())
+    @torch.no_grad()
+    def _plans(self, batch: TrainingBatch) -> dict[Treatment, Plan]:
+        """For treatments whose objective must know all of its rows, from a pass without gradient."""
+        plans = {}
+        for treatment in dict.fromkeys(batch.treatments):
+            objective = self.settings.objective(treatment)
+            if not objective.whole_batch:
+                continue
+            rows = [row for row, each in enumerate(batch.treatments) if each is treatment]
+            lengths = _lengths(batch)
+            logprobs_BT = torch.zeros(len(rows), batch.mask_BT.shape[1], device=self.device)
+            for places in packed([lengths[row] for row in rows], self.micro_batch_tokens):
+                found_BT = self._forward(batch, torch.tensor([rows[place] for place in places])).logprobs_BT
+                logprobs_BT[places, : found_BT.shape[1]] = found_BT
+            plans[treatment] = objective.plan(self._inputs(batch, torch.tensor(rows), logprobs_BT))
+        return plans
 
-        def take(tensor: Tensor, width: int | None = None) -> Tensor:
-            chosen = tensor[rows]
-            return (chosen if width is None else chosen[:, :width]).to(self.device)
-
-        tokens_BL, starts_B = take(batch.tokens_BL, width_L), take(batch.starts_B)
-        targets_BT, mask_BT = take(batch.targets_BT, width_T), take(batch.mask_BT, width_T)
-        temperature_B = take(batch.temperature_B)
-        logprobs_BKV, places_BT = _completion_logprobs(
-            self.model, tokens_BL, starts_B, temperature_B, width_T
+    def _forward(self, batch: TrainingBatch, rows: Tensor) -> _Forward:
+        """log pi of some rows, as wide as the longest of them."""
+        lengths_B = batch.mask_BT[rows].sum(-1)
+        width_L, width_T = int((batch.starts_B[rows] + lengths_B).max()), int(lengths_B.max())
+        tokens_BL, starts_B, mask_BT, temperature_B = (
+            tensor.to(self.device)
+            for tensor in (
+                batch.tokens_BL[rows, :width_L],
+                batch.starts_B[rows],
+                batch.mask_BT[rows, :width_T],
+                batch.temperature_B[rows],
+            )
         )
-        logprobs_BT = _of_targets(logprobs_BKV, places_BT, targets_BT)
-        kept_BT[rows, :width_T] = logprobs_BT.detach().cpu()
+        logprobs_BT, entropy_BT = completion_logprobs(self.model, tokens_BL, starts_B, mask_BT, temperature_B)
+        return _Forward(tokens_BL, starts_B, mask_BT, temperature_B, logprobs_BT, entropy_BT)
 
-        stored_BT = take(batch.ingestion_BT, width_T)
+    def _inputs(self, batch: TrainingBatch, rows: Tensor, logprobs_BT: Tensor) -> LossInputs:
+        """What an objective is given of some rows, as wide as their log-probabilities."""
+
+        def take(tensor: Tensor) -> Tensor:
+            found = tensor[rows]
+            return (found[:, : logprobs_BT.shape[1]] if found.dim() > 1 else found).to(self.device)
+
+        stored_BT = take(batch.ingestion_BT)
         first_use_B = stored_BT[:, 0].isnan()
-        inputs = LossInputs(
+        return LossInputs(
             logprobs_BT=logprobs_BT,
             ingestion_BT=torch.where(first_use_B[:, None], logprobs_BT.detach(), stored_BT),
-            behaviour_BT=take(batch.behaviour_BT, width_T),
+            behaviour_BT=take(batch.behaviour_BT),
             behaviour_sum_B=take(batch.behaviour_sum_B),
-            mask_BT=mask_BT,
+            mask_BT=take(batch.mask_BT),
             advantages_B=take(batch.advantages_B),
             uses_B=take(batch.uses_B),
             own_mean_logprobs_N=batch.own_mean_logprobs_N.to(self.device),
+            own_tokens_N=batch.own_tokens_N.to(self.device),
+            rewards_B=take(batch.rewards_B),
+            lags_BT=take(batch.lags(self.policy_version)),
+            source_B=take(batch.source_B),
+            snapshot_BT=None if batch.snapshot_BT is None else take(batch.snapshot_BT),
+            ewma_BT=None if batch.ewma_BT is None else take(batch.ewma_BT),
         )
-        scale_B = take(batch.scale_B)
+
+    def _micro_loss(
+        self,
+        batch: TrainingBatch,
+        rows: Tensor,
+        sums: RowSums,
+        kept_BT: Tensor,
+        plans: Mapping[Treatment, Plan],
+    ) -> Tensor:
+        part = self._forward(batch, rows)
+        kept_BT[rows, : part.logprobs_BT.shape[1]] = part.logprobs_BT.detach().cpu()
+        inputs = self._inputs(batch, rows, part.logprobs_BT)
+        scale_B = batch.scale_B[rows].to(self.device)
         loss = torch.zeros((), device=self.device)
         row_list = rows.tolist()
         for treatment in dict.fromkeys(batch.treatments[row] for row in row_list):
-            chosen = torch.tensor(
+            places = torch.tensor(
                 [place for place, row in enumerate(row_list) if batch.treatments[row] is treatment],
                 device=self.device,
             )
-            result = self._objective_loss(treatment, inputs.rows(chosen))
-            scaled_BT = result.loss_BT * scale_B[chosen, None]
+            result = self.settings.objective(treatment)(inputs.rows(places), plans.get(treatment))
+            scaled_BT = result.loss_BT * scale_B[places, None]
             loss = loss + scaled_BT.sum()
-            _add_rows(sums, rows[chosen.cpu()].to(self.device), result, scaled_BT.detach())
+            sums.add(rows[places.cpu()].to(self.device), result, scaled_BT.detach())
         own = batch.own_B[rows].nonzero().squeeze(-1)
         if own.numel():
             own_rows, own = rows[own].to(self.device), own.to(self.device)
-            self._measure_entropy(own_rows, own, logprobs_BKV, places_BT, mask_BT, sums)
+            sums.entropy_B[own_rows] = part.entropy_BT[own].sum(-1)
             if self.settings.measure_start_kl:
-                self._measure_start_kl(
-                    own_rows,
-                    tokens_BL[own],
-                    starts_B[own],
-                    temperature_B[own],
-                    targets_BT[own],
-                    mask_BT[own],
-                    logprobs_BT[own],
-                    sums,
-                )
+                self._measure_start_kl(own_rows, own, part, sums)
         return loss
-
-    def _objective_loss(self, treatment: Treatment, inputs: LossInputs) -> TokenLoss:
-        return self.settings.objective(treatment)(inputs)
 
     @contextlib.contextmanager
     def _on_device(self) -> Iterator[None]:
@@ -356,38 +434,14 @@ class Trainer:
                 yield self.model
 
     @torch.no_grad()
-    def _measure_entropy(
-        self,
-        own_rows: Tensor,
-        own: Tensor,
-        logprobs_BKV: Tensor,
-        places_BT: Tensor,
-        mask_BT: Tensor,
-        sums: _RowSums,
-    ) -> None:
-        for row, place in zip(own_rows.tolist(), own.tolist(), strict=True):  # all at once are two copies
-            entropy_K = -(logprobs_BKV[place].exp() * logprobs_BKV[place]).sum(-1)
-            sums.entropy_B[row] = torch.where(mask_BT[place], entropy_K[places_BT[place]], 0.0).sum()
-
-    @torch.no_grad()
-    def _measure_start_kl(
-        self,
-        own_rows: Tensor,
-        tokens_BL: Tensor,
-        starts_B: Tensor,
-        temperature_B: Tensor,
-        targets_BT: Tensor,
-        mask_BT: Tensor,
-        logprobs_BT: Tensor,
-        sums: _RowSums,
-    ) -> None:
+    def _measure_start_kl(self, own_rows: Tensor, own: Tensor, part: _Forward, sums: RowSums) -> None:
         with self._start_model() as start:
-            start_BKV, places_BT = _completion_logprobs(
-                start, tokens_BL, starts_B, temperature_B, targets_BT.shape[1]
+            start_BT, _ = completion_logprobs(
+                start, part.tokens_BL[own], part.starts_B[own], part.mask_BT[own], part.temperature_B[own]
             )
-        delta_BT = _of_targets(start_BKV, places_BT, targets_BT) - logprobs_BT
+        delta_BT = start_BT - part.logprobs_BT[own]
         k3_BT = delta_BT.clamp(-20.0, 20.0).exp() - 1.0 - delta_BT
-        sums.kl_start_B[own_rows] = torch.where(mask_BT, k3_BT, 0.0).sum(-1)
+        sums.kl_start_B[own_rows] = k3_BT.sum(-1)  # 0 where masked
 
 
 def _optimiser(parameters: list[torch.nn.Parameter], settings: TrainSettings) -> torch.optim.Optimizer:
@@ -422,92 +476,11 @@ def _recompute_layers(model: PreTrainedModel | PeftModel) -> None:
             module.training = True
 
 
-def _completion_logprobs(
-    model: torch.nn.Module, tokens_BL: Tensor, starts_B: Tensor, temperature_B: Tensor, width_T: int
-) -> tuple[Tensor, Tensor]:
-    """log pi over the K positions that can predict a completion token, and where each token's prediction
-    lies.
-
-    Right padding needs no attention mask: a causal model cannot look at what comes later. Nothing here is
-    given a name that need not live: these tensors are the largest of a step.
-    """
-    shortest = int(starts_B.min())
-    kept_K = tokens_BL.shape[1] - shortest
-    logprobs_BKV = torch.log_softmax(
-        model(input_ids=tokens_BL, use_cache=False, logits_to_keep=kept_K + 1).logits[:, :-1].float()
-        / temperature_B[:, None, None],
-        dim=-1,
-    )
-    return logprobs_BKV, _places(starts_B, shortest, width_T, kept_K)
-
-
-def _places(starts_B: Tensor, shortest: int, width_T: int, kept_K: int) -> Tensor:
-    return _positions(starts_B - shortest, width_T).clamp_(max=kept_K - 1)
-
-
-def _positions(starts_B: Tensor, width_T: int) -> Tensor:
-    return starts_B[:, None] + torch.arange(width_T, device=starts_B.device)
-
-
-def _of_targets(logprobs_BKV: Tensor, places_BT: Tensor, targets_BT: Tensor) -> Tensor:
-    rows_BT = torch.arange(places_BT.shape[0], device=places_BT.device)[:, None]
-    return logprobs_BKV[rows_BT, places_BT, targets_BT]
-
-
 def _micro_batches(batch: TrainingBatch, budget_tokens: int) -> Iterator[Tensor]:
-    return (torch.tensor(rows) for rows in _packed(_lengths(batch), budget_tokens))
+    return (torch.tensor(rows) for rows in packed(_lengths(batch), budget_tokens))
 
 
 def _lengths(batch: TrainingBatch) -> list[int]:
     """Tokens of each row, prompt included."""
     lengths: list[int] = (batch.starts_B + batch.mask_BT.sum(-1)).tolist()
     return lengths
-
-
-def _packed(lengths: Sequence[int], budget_tokens: int) -> Iterator[list[int]]:
-    """Row indexes, long rows together, with at most `budget_tokens` padded tokens (at least one row)."""
-    chosen: list[int] = []
-    for row in sorted(range(len(lengths)), key=lambda row: lengths[row], reverse=True):
-        if chosen and (len(chosen) + 1) * lengths[chosen[0]] > budget_tokens:
-            yield sorted(chosen)
-            chosen = []
-        chosen.append(row)
-    if chosen:
-        yield sorted(chosen)
-
-
-@torch.no_grad()
-def _add_rows(sums: _RowSums, rows: Tensor, result: TokenLoss, scaled_BT: Tensor) -> None:
-    sums.loss_B[rows] = scaled_BT.sum(-1)
-    sums.kept_B[rows] = result.kept_BT.float().sum(-1)
-    sums.weight_B[rows] = result.weights_BT.sum(-1)
-    sums.weight_squared_B[rows] = (result.weights_BT**2).sum(-1)
-    sums.gap_B[rows] = result.log_ratio_BT.abs().sum(-1)
-
-
-def _source_shares(batch: TrainingBatch, sums: _RowSums) -> tuple[SourceShare, ...]:
-    tokens_B = batch.mask_BT.sum(-1)
-    advantages_B = batch.advantages_B.abs()
-    shares = []
-    for place, (source, weight) in enumerate(zip(batch.sources, batch.lambda_S, strict=True)):
-        groups = [group for group in batch.groups if group.source == source]
-        rows = batch.source_B == place
-        on_device = rows.to(sums.loss_B.device)
-        tokens = int(tokens_B[rows].sum())
-        weight_sum = float(sums.weight_B[on_device].sum())
-        weight_squared = float(sums.weight_squared_B[on_device].sum())
-        trust = 1.0 if source == OWN_SOURCE else sum(group.trust for group in groups) / len(groups)
-        shares.append(
-            SourceShare(
-                source=source,
-                groups=len(groups),
-                tokens=tokens,
-                weight=weight * trust,
-                loss=float(sums.loss_B[on_device].sum()),
-                kept=float(sums.kept_B[on_device].sum()) / tokens,
-                ess=weight_sum**2 / (tokens * weight_squared) if weight_squared > 0 else 0.0,
-                advantage_abs=float(advantages_B[rows].mean()),
-                gap=float(sums.gap_B[on_device].sum()) / tokens,
-            )
-        )
-    return tuple(shares)

@@ -70,7 +70,7 @@ def node_report(name: str, events: Iterable[Event]) -> dict[str, Any]:
         "peer_id": started.peer_id if started else "",
         "model": Path(started.model).name if started else "",
         "params": started.params if started else 0,
-        "steps": sum(not step.skipped for step in steps),
+        "steps": sum(not (step.skipped or step.rolled_back) for step in steps),
         "eval_first": first.sampled if first else None,
         "eval_last": last.sampled if last else None,
         "eval_tasks": {

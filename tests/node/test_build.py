@@ -27,6 +27,8 @@ from node.rollout.engine.fallback import FallbackEngine
 from node.rollout.engine.transformers import TransformersEngine
 from node.rollout.policy import Policy
 from node.train.checkpoint import CheckpointState
+from node.train.ess_scaling import EssScaling
+from node.train.slow_fast import SlowFastSettings
 from protocol.charter import charter_bytes, found, swarm_id
 from protocol.errors import CharterError, ConfigError, ModelError, SwarmError
 from protocol.identity import Identity
@@ -99,7 +101,13 @@ def test_the_plan_leaves_nothing_open_and_keeps_the_rest(config: NodeConfig, tin
     assert (closed.policy.tuning, closed.policy.sharing) == ("full", "concurrent")
     assert (closed.train.optimiser, closed.train.micro_batch_tokens) == ("adamw", 3000)
     assert closed.vllm.gpu_memory_share == 0.0
-    changed = {"policy": config.policy, "train": config.train, "vllm": config.vllm}
+    assert closed.supervise.enabled is True
+    changed = {
+        "policy": config.policy,
+        "train": config.train,
+        "vllm": config.vllm,
+        "supervise": config.supervise,
+    }
     assert closed.model_copy(update=changed) == config
     assert planned(closed, plan_of(closed, charter, Policy.open(tiny_policy_path))) == closed
 
@@ -217,6 +225,59 @@ def test_settings_follow_the_plan(config: NodeConfig) -> None:
     assert not settings.by_turns  # RAM is the same place before and after
     plain = train_settings(load_config([], {"policy.device": "cpu"}), charter)
     assert (plain.adapter, plain.optimiser) == (None, "adamw")
+
+
+def test_what_surrounds_a_step_follows_the_configuration(config: NodeConfig) -> None:
+    charter = found(OURS, rules(), 0)
+    plain = train_settings(load_config([], {"policy.device": "cpu"}), charter)
+    assert (plain.ess_scaling, plain.slow_fast) == (None, None)
+    keys = {
+        "policy.device": "cpu",
+        "train.ess_scaling": True,
+        "train.ess_base": 0.5,
+        "train.ess_rule": "linear",
+        "train.slow_fast": True,
+    }
+    settings = train_settings(load_config([], keys), charter)
+    assert (settings.ess_scaling, settings.slow_fast) == (EssScaling(0.5, "linear"), SlowFastSettings())
+
+
+@pytest.mark.parametrize(
+    ("keys", "copies"),
+    [
+        ({}, []),
+        ({"train.objective": "ppo_ewma"}, [("average", 4)]),
+        ({"train.objective": "copris", "train.snapshots": 5}, [("snapshots", 20)]),
+        ({"train.objective": "copris", "train.snapshot_bytes": 99_999}, [("snapshots", 99_999)]),
+        ({"train.objective": "tis", "train.objective_options": {"old": "ewma"}}, [("average", 4)]),
+        ({"supervise.enabled": True}, [("good state", 12)]),
+        ({"supervise.enabled": True, "supervise.probe_every": 9}, [("good state", 24)]),
+        ({"train.objective": "ppo_ewma", "role": "follower"}, []),
+    ],
+)
+def test_earlier_weights_are_kept_and_planned_where_something_needs_them(
+    config: NodeConfig, tiny_policy_path: Path, keys: dict[str, object], copies: list[tuple[str, int]]
+) -> None:
+    """In bytes for each of 20,064 weights, or in all."""
+    charter, policy = found(OURS, rules(), 0), Policy.open(tiny_policy_path)
+    config = load_config(
+        [], {"home": config.home, "policy.device": "cpu", "supervise.enabled": False, **keys}
+    )
+    if config.role == "trainer":
+        train_settings(config, charter)  # refuses nothing of it
+    names = {"good state", "snapshots", "average"}
+    planned_for = [
+        (part.name, part.size_bytes) for part in plan_of(config, charter, policy).parts if part.name in names
+    ]
+    assert planned_for == [(name, each * 20_064 if each < 100 else each) for name, each in copies]
+
+
+def test_groups_of_an_even_size_have_no_median_to_leave_out(config: NodeConfig) -> None:
+    keys = {"policy.device": "cpu", "weight.advantage": "mc_grpo"}
+    with pytest.raises(ConfigError, match=r"'mc_grpo' .* odd size; those of swarm demo have 8"):
+        train_settings(load_config([], keys), found(OURS, rules(), 0))
+    odd = found(OURS, rules(**{"group_size = 8": "group_size = 9"}), 0)
+    assert train_settings(load_config([], keys), odd).treatment.advantage == "mc_grpo"
 
 
 def test_adapters_are_not_merged(config: NodeConfig) -> None:

@@ -144,6 +144,13 @@ def test_unknown_keys_name_the_nearest_valid_one(tmp_path: Path, monkeypatch: py
         ("run", "../elsewhere"),
         ("policy.device", "tpu"),
         ("network.bootstraps", 3),
+        ("supervise.enabled", "perhaps"),
+        ("supervise.grad_norm", 0.5),
+        ("supervise.norms_needed", 51),
+        ("supervise.probe_confidence", 1.0),
+        ("train.ess_base", 0.0),
+        ("train.snapshots", 0),
+        ("train.ewma_beta", 1.0),
     ],
 )
 def test_a_wrong_value_is_told_in_one_sentence_with_key_and_value(key: str, value: object) -> None:

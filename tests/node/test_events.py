@@ -79,6 +79,8 @@ def value_of(kind: Any) -> Any:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is tuple:
         return (value_of(arguments[0]),) * 2
+    if origin is types.UnionType:
+        return value_of(arguments[0])  # the other one is None
     if origin is dict:
         return {value_of(arguments[0]): value_of(arguments[1])}
     raise TypeError(f"no value for {kind}")

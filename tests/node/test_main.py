@@ -46,7 +46,7 @@ def test_a_run_goes_on_from_its_newest_checkpoint_and_no_other_does(tmp_path: Pa
         told: list[str] = []
         planned, first = load(config, charter, lambda level, text: told.append(text))
         assert told[0].startswith(
-            "memory plan for the CPU: full tuning, adamw, concurrent, 16384 tokens a pass"
+            "memory plan for the CPU: full tuning, adamw, concurrent, supervised, 16384 tokens a pass"
         )
         assert (planned.policy.tuning, planned.train.optimiser) == ("full", "adamw")
         assert (first.trainer.policy_version, first.engine.policy_version) == (0, 0)

@@ -17,11 +17,12 @@ def started(*addresses: str, run_dir: str = "/srv/node one/runs/latest") -> Node
     )  # fmt: skip
 
 
-def step(version: int, *, skipped: bool = False) -> StepDone:
+def step(version: int, *, skipped: bool = False, rolled_back: bool = False) -> StepDone:
     return StepDone(
         at=1, policy_version=version, loss=-0.5, reward=0.25, reward_external=0.0, entropy=0.5, kl_start=0.0,
         length_mean=1.0, finished_share=1.0, zero_variance_share=0.0, grad_norm=1.0, learning_rate=1e-4,
-        skipped=skipped, groups_local=4, groups_external=3, hacpo_groups=0, graft_groups=0, prompts_shared=0,
+        skipped=skipped, rolled_back=rolled_back, groups_local=4, groups_external=3, hacpo_groups=0,
+        graft_groups=0, prompts_shared=0,
         staleness=0.5, age_windows=0.0, sources=(), pool=0, generate_s=0.0, train_s=0.0, wait_s=0.0,
     )  # fmt: skip
 
@@ -48,6 +49,7 @@ def test_a_demo_prints_every_tenth_step_and_every_failed_one() -> None:
     shown = [version for version in range(1, 31) if demo_line(step(version))]
     assert shown == [10, 20, 30]
     assert "SKIPPED" in demo_line(step(7, skipped=True))
+    assert "ROLLED BACK" in demo_line(step(7, rolled_back=True))
     assert all(progress_line(step(version)) for version in range(1, 31))
 
 

@@ -86,8 +86,8 @@ def _of_step(step: StepDone | None) -> tuple[Fact, ...]:
         ("finished", f"{decimal(100 * step.finished_share, 0)} %", ""),
         (
             "gradient norm",
-            "skipped" if step.skipped else decimal(step.grad_norm),
-            BAD if step.skipped else "",
+            "skipped" if step.skipped else "rolled back" if step.rolled_back else decimal(step.grad_norm),
+            BAD if step.skipped or step.rolled_back else "",
         ),
         ("learning rate", f"{step.learning_rate:.1e}", ""),
         ("shared prompts", str(step.prompts_shared), ""),

@@ -203,6 +203,9 @@ def test_what_was_not_made_by_a_step_is_always_probed_and_the_engine_sleeps_mean
     broadcast(made, 8)
     assert engine.probes == 1  # every 100 versions, as before
     assert offered == [(7, True), (8, False)]
+    made._trainer.policy_version = 9  # as a roll-back gives it
+    run_virtual(made.replace(None, anchor=False))
+    assert (engine.policy_version, engine.probes, offered[-1]) == (9, 2, (9, False))
 
 
 def test_a_step_that_is_cancelled_wakes_the_engine(policy: Policy, engine: Drifting) -> None:

@@ -16,7 +16,8 @@ from node.paths import bundled
 from node.rollout.policy import Policy
 from node.train.batch import collate
 from node.train.groups import TrainingRollout, external_group, own_group
-from node.train.objectives import Aggregation, DppoTv
+from node.train.objectives import Aggregation
+from node.train.objectives.presets import dppo_tv
 from node.train.settings import TrainSettings, Treatment
 from protocol.charter import found
 from protocol.identity import Identity
@@ -49,7 +50,6 @@ def test_padding_by_hand(policy: Policy, make_training_group: Make) -> None:
         [2, 3, 9, 0, 0, 0],
     ]
     assert batch.starts_B.tolist() == [3, 3, 2, 2]
-    assert batch.targets_BT.tolist()[:2] == [[7, 8, 1], [9, 0, 0]]
     assert batch.mask_BT.tolist()[:2] == [[True, True, True], [True, False, False]]
     assert batch.behaviour_BT.tolist()[:2] == [[-1.0, -0.25, -0.25], [-2.0, 0.0, 0.0]]
     assert batch.behaviour_sum_B.tolist()[:2] == [-1.5, -2.0]
@@ -87,11 +87,11 @@ def test_external_groups_weigh_the_same_however_many(policy: Policy, make_traini
 
 def test_rollout_means(policy: Policy, make_training_group: Make) -> None:
     group = make_training_group(seed=1)
-    by_rollout = dataclasses.replace(SETTINGS, own=DppoTv(aggregation=Aggregation.SEQ_MEAN_TOKEN_MEAN))
+    by_rollout = dataclasses.replace(SETTINGS, own=dppo_tv(aggregation=Aggregation.SEQ_MEAN_TOKEN_MEAN))
     assert collate([group], by_rollout, policy).scale_B.tolist() == pytest.approx(
         [1 / (4 * length) for length in lengths(group)]
     )
-    constant = dataclasses.replace(SETTINGS, own=DppoTv(aggregation=Aggregation.SEQ_MEAN_TOKEN_SUM_NORM))
+    constant = dataclasses.replace(SETTINGS, own=dppo_tv(aggregation=Aggregation.SEQ_MEAN_TOKEN_SUM_NORM))
     assert collate([group], constant, policy).scale_B.tolist() == pytest.approx([1 / (4 * 16)] * 4)
 
 

@@ -31,6 +31,7 @@ from node.train.checkpoint import (
     take_weights,
 )
 from node.train.settings import TrainSettings
+from node.train.slow_fast import SlowFastSettings, SlowFastState
 from node.train.step import Trainer
 from protocol.errors import ConfigError, ModelError
 from protocol.messages import Sampling
@@ -68,6 +69,23 @@ def test_resume_is_byte_exact(policy: Policy, batch: TrainingBatch, tmp_path: Pa
     for name, tensor in first.state_dict().items():
         assert tensor.numpy().tobytes() == theirs[name].numpy().tobytes()
     assert second.policy_version == first.policy_version == 7
+
+
+def test_slow_fast_goes_on_where_it_was(policy: Policy, batch: TrainingBatch, tmp_path: Path) -> None:
+    """Also once it has ended. A run that was begun without it begins with it."""
+    settings = dataclasses.replace(SETTINGS, slow_fast=SlowFastSettings())
+    first = Trainer(policy, settings)
+    assert first.slow_fast is not None
+    first.slow_fast.state = SlowFastState(on=False, entropies=(1.0, 2.0))
+    save_checkpoint(first, tmp_path / "v0")
+    second = Trainer(policy, settings)
+    load_checkpoint(second, tmp_path / "v0")
+    assert second.slow_fast is not None
+    assert second.slow_fast.state == first.slow_fast.state
+    save_checkpoint(Trainer(policy, SETTINGS), tmp_path / "plain")
+    load_checkpoint(second, tmp_path / "plain")
+    assert second.slow_fast.state.entropies == (1.0, 2.0)
+    load_checkpoint(Trainer(policy, SETTINGS), tmp_path / "v0")
 
 
 LORA = dataclasses.replace(SETTINGS, adapter=AdapterSpec(rank=4, alpha=8.0), learning_rate=1e-2)

@@ -12,12 +12,15 @@ from node.rollout.policy import Policy
 from node.train.groups import (
     OWN_SOURCE,
     TrainingDataError,
+    TrainingGroup,
+    TrainingRollout,
+    check_group,
     choose_treatment,
     external_group,
     own_group,
     training_rollouts,
 )
-from node.train.settings import Treatment, TreatmentSettings
+from node.train.settings import TrainSettings, Treatment, TreatmentSettings
 from protocol.messages import FinishReason, Rollout
 
 
@@ -153,3 +156,80 @@ def test_no_signal_no_advantage(policy: Policy) -> None:
     made = own_group("g", [2, 3], (), [0.7], TreatmentSettings())
     assert made.source == OWN_SOURCE
     assert made.advantages == (0.0,)
+
+
+# --- the estimator that leaves a rollout out ---------------------------------------------------------------
+
+
+def named(rewards: list[float], policy: Policy) -> tuple[TrainingRollout, ...]:
+    """Rollouts that can be told apart by their first token, 10 for the first one."""
+    made = [rollout("4", [10 + place, 1], [-1, -1]) for place in range(len(rewards))]
+    return training_rollouts("g", made, policy, same_tokenizer=True)
+
+
+def left(group: TrainingGroup) -> list[int]:
+    """Places of the rollouts that are left."""
+    return [int(each.tokens_T[0]) - 10 for each in group.rollouts]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "kept", "advantages"),
+    [
+        # median 0.5; deviation 0.5
+        ([1.0, 0.5, 0.0], [0, 2], [1.0, -1.0]),
+        # the median is the first 0; deviation sqrt(0.2)
+        ([0.0, 0.0, 1.0, 0.0, 0.0], [1, 2, 3, 4], [0.0, 5**0.5, 0.0, 0.0]),
+        # alike: any may go
+        ([1.0, 1.0, 1.0], [1, 2], [0.0, 0.0]),
+    ],
+)
+def test_mc_grpo_trains_on_all_but_the_median_rollout(
+    policy: Policy, rewards: list[float], kept: list[int], advantages: list[float]
+) -> None:
+    settings = TreatmentSettings(advantage="mc_grpo")
+    own = own_group("g", [2, 3], named(rewards, policy), rewards, settings)
+    foreign = external_group(
+        "peer",
+        "g",
+        [2, 3],
+        named(rewards, policy),
+        rewards,
+        settings,
+        own_rewards=None,
+        capability={},
+        trust=1.0,
+    )
+    for group in (own, foreign):
+        assert left(group) == kept
+        assert group.rewards == tuple(rewards[place] for place in kept)
+        assert group.advantages == pytest.approx(advantages, abs=1e-5)
+        assert {group.left_out, *kept} == set(range(len(rewards)))
+        check_group(group, TrainSettings(), policy)
+
+
+def test_only_that_estimator_and_only_where_it_is_used_leaves_one_out(policy: Policy) -> None:
+    """HACPO's advantages are those of all agents together."""
+    rewards = [1.0, 0.5, 0.0]
+    assert left(own_group("g", [2, 3], named(rewards, policy), rewards, TreatmentSettings())) == [0, 1, 2]
+    shared = external_group(
+        "peer",
+        "g",
+        [2, 3],
+        named(rewards, policy),
+        rewards,
+        TreatmentSettings(advantage="mc_grpo"),
+        own_rewards=[0.0, 1.0],
+        capability={OWN_SOURCE: 0.5, "peer": 0.5},
+        trust=1.0,
+    )
+    assert shared.treatment is Treatment.HACPO
+    assert (left(shared), shared.left_out) == ([0, 1, 2], None)
+
+
+def test_rewards_that_are_no_numbers_are_still_refused_as_such(policy: Policy) -> None:
+    rewards = [1.0, 0.0, float("nan")]
+    group = own_group("g", [2, 3], named(rewards, policy), rewards, TreatmentSettings(advantage="mc_grpo"))
+    with pytest.raises(TrainingDataError, match="reward nan"):
+        check_group(group, TrainSettings(), policy)
+    alone = own_group("g", [2, 3], named([0.5], policy), [0.5], TreatmentSettings(advantage="mc_grpo"))
+    assert left(alone) == [0]

@@ -12,7 +12,7 @@ from node.rollout.engine.transformers import TransformersEngine
 from node.rollout.policy import Policy
 from node.train.batch import collate
 from node.train.groups import OWN_SOURCE, external_group, own_group, training_rollouts
-from node.train.objectives import Objective, PpoClip, Tis
+from node.train.objectives import Objective, open_objective
 from node.train.settings import TrainSettings, Treatment, TreatmentSettings
 from node.train.step import Trainer
 from protocol.messages import Sampling
@@ -59,7 +59,9 @@ def run(policy: Policy, settings: TrainSettings, *, foreign: bool) -> list[float
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("own", [None, PpoClip(), Tis()], ids=["dppo_tv", "ppo_clip", "tis"])
+@pytest.mark.parametrize(
+    "own", [None, open_objective("ppo_clip"), open_objective("tis")], ids=["dppo_tv", "ppo_clip", "tis"]
+)
 def test_reward_rises(policy: Policy, own: Objective | None) -> None:
     settings = TrainSettings(learning_rate=3e-3)
     curve = run(policy, settings if own is None else dataclasses.replace(settings, own=own), foreign=False)

@@ -29,6 +29,7 @@ from node.train import prepare
 from node.train.batch import TrainingBatch
 from node.train.groups import OWN_SOURCE, TrainingDataError
 from node.train.settings import TrainSettings, Treatment, TreatmentSettings
+from node.train.stability import RollBack
 from node.train.stage import StagePlan, TrainStage
 from node.train.step import StepReport, Trainer
 from node.weight.answered import AnsweredPrompts
@@ -62,10 +63,12 @@ class ToyTrainer:
 
     def step(self, batch: TrainingBatch) -> StepReport:
         self.batches.append(batch)
+        made = self.policy_version
         if not self.changes.get("skipped"):
-            self.policy_version += 1
+            made += 1
+            self.policy_version = made + (self.changes.get("rolled_back") is not None)
         values: dict[str, Any] = {
-            "policy_version": self.policy_version,
+            "policy_version": made,
             "skipped": False,
             "loss": 0.5,
             "grad_norm": 1.0,
@@ -74,7 +77,7 @@ class ToyTrainer:
             "kl_start": 0.1,
             "tokens": 4,
             "sources": (),
-            "logprobs_BT": torch.full(batch.targets_BT.shape, -1.0),
+            "logprobs_BT": torch.full(batch.mask_BT.shape, -1.0),
             "train_s": 0.25,
         }
         return StepReport(**(values | self.changes))
@@ -98,6 +101,7 @@ class Bench:
         settings: TrainSettings | None = None,
         compute: Compute | None = None,
         merge: Callable[[], Awaitable[bool]] | None = None,
+        probe: Callable[[], Awaitable[RollBack | None]] | None = None,
         **plan: Any,
     ) -> None:
         self.policy = policy
@@ -161,6 +165,7 @@ class Bench:
             weight_gauge=self.weight,
             finished=self.finished,
             merge=merge,
+            probe=probe,
         )
 
     def _drawn(self) -> None:
@@ -752,6 +757,34 @@ def test_a_second_use_is_clipped_against_the_first(policy: Policy) -> None:
     run_virtual(main())
 
 
+def test_a_second_use_of_a_group_without_its_median_is_clipped_against_the_first(policy: Policy) -> None:
+    """MC-GRPO leaves the second of three rollouts out: what is remembered of it is nothing."""
+
+    async def main() -> None:
+        settings = TrainSettings(treatment=TreatmentSettings(advantage="mc_grpo"))
+        made = Bench(policy, settings=settings, steps=2, external_groups=1)
+        for _ in range(2):
+            made.make_own(0.0, 1.0)
+        digest = made.pool_in(ALICE, 0.0, 0.5, 1.0)
+        remembered: list[Any] = []
+
+        async def look(version: int) -> None:
+            remembered.append(made.stage._ingestion.get(digest))
+
+        made.stage._broadcast = look
+        await made.stage.run()
+        first, second = (batch.groups[1] for batch in made.trainer.batches)
+        assert [rollout.ingestion_T for rollout in first.rollouts] == [None, None]
+        assert [rollout.ingestion_T.tolist() for rollout in second.rollouts] == [[-1.0] * 4] * 2
+        assert [None if row is None else row.tolist() for row in remembered[0]] == [
+            [-1.0] * 4,
+            None,
+            [-1.0] * 4,
+        ]
+
+    run_virtual(main())
+
+
 def test_after_a_skipped_step_a_group_starts_at_ratio_one_again(bench: Callable[..., None]) -> None:
     async def test(bench: Bench) -> None:
         bench.trainer.changes = {"skipped": True}
@@ -810,7 +843,9 @@ def test_the_event_tells_the_step_in_numbers(bench: Callable[..., None]) -> None
     async def test(bench: Bench) -> None:
         bench.trainer.policy_version = 3
         cut = msgspec.structs.replace(rollouts_of([1.0])[0], token_ids=b"\5\0\0\0" * 2)
-        cut = msgspec.structs.replace(cut, logprobs=cut.logprobs[:8], finish=FinishReason.LENGTH)
+        cut = msgspec.structs.replace(
+            cut, logprobs=cut.logprobs[:8], versions=cut.versions[:8], finish=FinishReason.LENGTH
+        )
         bench.make_own(0.0, 1.0, rollouts=(*rollouts_of([0.0]), cut), policy_version=2)
         bench.make_own(1.0, 1.0, policy_version=3)
         bench.pool_in(ALICE, 0.0, 0.5)

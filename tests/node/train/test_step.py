@@ -17,7 +17,7 @@ from node.rollout.engine.base import TokenSequence
 from node.rollout.policy import Policy
 from node.train import step
 from node.train.batch import TrainingBatch, collate
-from node.train.objectives import PpoClip
+from node.train.objectives.presets import ppo_clip
 from node.train.settings import TrainSettings, Treatment
 from node.train.step import OutOfMemoryError, Trainer
 from protocol.errors import ConfigError, ModelError
@@ -65,13 +65,14 @@ def test_micro_batches_add_up(policy: Policy, batch: TrainingBatch) -> None:
     for budget in (1, 60):
         parts = gradients(Trainer(policy, dataclasses.replace(SETTINGS, micro_batch_tokens=budget)), batch)
         for name, gradient in whole.items():
-            assert torch.allclose(parts[name], gradient, atol=1e-6, rtol=1e-4), name
+            # The sums are of float32 in another order; the largest gradient here is about one.
+            assert torch.allclose(parts[name], gradient, atol=5e-6, rtol=1e-4), name
 
 
 def test_loss_is_the_sum_of_source_means(policy: Policy, groups: list[Any]) -> None:
     """Against loops over single sequences, with PPO's clip for everybody and no compatibility weight in the
     way."""
-    settings = dataclasses.replace(SETTINGS, own=PpoClip(clip_low=0.3, clip_high=0.1), external_weight=0.5)
+    settings = dataclasses.replace(SETTINGS, own=ppo_clip(clip_low=0.3, clip_high=0.1), external_weight=0.5)
     groups = [dataclasses.replace(group, treatment=Treatment.OWN) for group in groups]
     model = policy.load_model().eval()
     sums, tokens = {"own": 0.0, "a": 0.0, "b": 0.0}, {"own": 0, "a": 0, "b": 0}
@@ -387,7 +388,7 @@ def test_scoring_halves_its_passes_too(policy: Policy, monkeypatch: pytest.Monke
     sequences = [TokenSequence((2, 7, 3), tuple(range(5, 5 + length))) for length in (4, 9, 6, 12)]
     trainer = Trainer(policy, SETTINGS)
     expected = trainer.logprobs(sequences)
-    real, most, tried = step._completion_logprobs, [2], []
+    real, most, tried = step.completion_logprobs, [2], []
 
     def limited(model: torch.nn.Module, tokens_BL: torch.Tensor, *rest: Any) -> Any:
         tried.append(len(tokens_BL))
@@ -395,7 +396,7 @@ def test_scoring_halves_its_passes_too(policy: Policy, monkeypatch: pytest.Monke
             raise torch.OutOfMemoryError("CUDA out of memory")
         return real(model, tokens_BL, *rest)
 
-    monkeypatch.setattr(step, "_completion_logprobs", limited)
+    monkeypatch.setattr(step, "completion_logprobs", limited)
     for ours, theirs in zip(trainer.logprobs(sequences), expected, strict=True):
         assert ours == pytest.approx(theirs, abs=1e-5)
     assert tried == [4, 2, 2]

@@ -190,9 +190,14 @@ def _step(at: int, step: int) -> StepDone:
             weight=weight,
             loss=-0.02,
             kept=0.97,
+            dropped=0.01,
+            clipped=0.02,
             ess=0.91,
             advantage_abs=0.6,
             gap=gap,
+            k1=round(0.9 * gap, 4),
+            k3=round(0.5 * gap, 4),
+            lags=(groups * GROUP_SIZE * 4, groups * GROUP_SIZE * 5, 0, 0, 0, 0, 0, 0),
         )
 
     reward = round(min(1.0, max(0.0, _learnt(step) + 0.06 * _wobble(step, 0.3))), 4)
@@ -210,6 +215,8 @@ def _step(at: int, step: int) -> StepDone:
         grad_norm=round(0.8 + 0.2 * _wobble(step, 2.0), 4),
         learning_rate=2e-4,
         skipped=False,
+        ess=0.88,
+        kl_step=0.0021,
         groups_local=8,
         groups_external=6,
         hacpo_groups=2,
@@ -223,6 +230,7 @@ def _step(at: int, step: int) -> StepDone:
             source(BOB, 3, 0.42, 0.38),
             source(CAROL, 3, 0.31, 0.77),
         ),
+        kinds=(source("own", 8, 1.0, 0.01), source("foreign", 6, 0.73, 0.57)),
         pool=22 + step % 9,
         generate_s=1.31,
         train_s=0.92,
