@@ -21,6 +21,7 @@ from swarm_cli.commands import (
     key,
     model,
     monitor,
+    objectives,
     plan,
     run,
     serve,
@@ -50,6 +51,7 @@ app.command()(serve.serve)
 app.add_typer(key.app, name="key", help="This node's identity.")
 app.add_typer(config.app, name="config", help="Configuration: show, schema, path.")
 app.add_typer(model.app, name="model", help="Policies: get, build.")
+app.add_typer(objectives.app, name="objectives", help="What a node can train with: list.")
 app.add_typer(bench.app, name="bench", help="Measure, against a baseline in the same run.")
 
 

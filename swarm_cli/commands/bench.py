@@ -5,7 +5,8 @@ Each bench is a module of `swarm_cli/bench`, whose docstring says how it measure
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -13,6 +14,9 @@ from rich.table import Table
 from swarm_cli.commands.model import fetch_missing
 from swarm_cli.options import ConfigFiles, HomeOption, JsonOption, Settings, resolve
 from swarm_cli.output import err, out, write_json
+
+if TYPE_CHECKING:
+    from swarm_cli.bench.staleness.bench import Size
 
 __all__ = ["app"]
 
@@ -128,6 +132,137 @@ def broadcast(
         write_json(report)
     else:
         out.print(_table(report))
+
+
+@app.command()
+def staleness(
+    presets: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Objective, as in `swarm objectives list`, with options as in opsm:delta=0.5, or with +ess; "
+            "repeatable.",
+            show_default="a dozen",
+        ),
+    ] = None,
+    lags: Annotated[
+        list[str] | None,
+        typer.Option(help="Versions, or a mixture like 0+16+64; repeatable.", show_default="0 1 16 64 256"),
+    ] = None,
+    seeds: Annotated[int | None, typer.Option(help="Paired runs of each.", min=1, show_default="5")] = None,
+    rates: Annotated[
+        list[float] | None,
+        typer.Option(help="Learning rates to choose from; repeatable.", show_default="1e-4 2e-4 4e-4"),
+    ] = None,
+    mismatch: Annotated[
+        str, typer.Option(metavar="[none|bf16|int8|noise]", help="How the engine differs from the trainer.")
+    ] = "none",
+    only: Annotated[
+        str | None, typer.Option(metavar="[lags|swarm]", help="One experiment.", show_default="both")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Little work: only shows that it runs.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="All of it; the default.")] = False,
+    svg: Annotated[Path | None, typer.Option(help="Write a picture there.", show_default=False)] = None,
+    home: HomeOption = None,
+    json: JsonOption = False,
+) -> None:
+    """What stale and foreign rollouts cost, and which objective copes: two hours on two cores.
+
+    Finished runs are kept in the home: a second start does what is missing. Exit codes: 0 measured, 1 a run
+    failed, 2 wrong input.
+    """
+    if quick and full:
+        raise typer.BadParameter("--quick and --full exclude each other")
+    settings = resolve(None, None, home)
+
+    from node.paths import Home
+    from swarm_cli.bench.staleness import plot
+    from swarm_cli.bench.staleness.bench import FULL, QUICK, bench_staleness
+
+    size = _cut(QUICK if quick else FULL, presets, lags, seeds, rates, mismatch, only)
+    report = bench_staleness(size, Home(settings.home).bench / "staleness" / "runs.jsonl", _say)
+    if svg is not None and report["lags"] is not None:
+        svg.write_text(plot.svg(report["lags"]), encoding="utf-8")
+    if json:
+        write_json(report)
+    else:
+        if report["lags"] is not None:
+            out.print(plot.terminal(report["lags"]))
+        out.print(_table(plot.summary(report)))
+    if report["failures"]:
+        raise typer.Exit(1)
+
+
+def _cut(
+    size: Size,
+    presets: list[str] | None,
+    lags: list[str] | None,
+    seeds: int | None,
+    rates: list[float] | None,
+    mismatch: str,
+    only: str | None,
+) -> Size:
+    """What of the lab is to be done. Raises ConfigError."""
+    import dataclasses
+
+    from protocol.errors import ConfigError
+    from swarm_cli.bench.staleness.bench import Size
+    from swarm_cli.bench.staleness.lags import parse_lag
+    from swarm_cli.bench.staleness.mismatch import Mismatch
+
+    if only not in (None, "lags", "swarm"):
+        raise ConfigError(f"--only {only!r} is unknown; it is lags or swarm")
+    if mismatch not in list(Mismatch):
+        raise ConfigError(f"--mismatch {mismatch!r} is unknown; it is one of {', '.join(Mismatch)}")
+    cut = size.lags
+    if cut is not None:
+        cut = dataclasses.replace(
+            cut,
+            presets=tuple(presets) if presets else cut.presets,
+            lags=tuple(map(parse_lag, lags)) if lags else cut.lags,
+            seeds=cut.seeds if seeds is None else seeds,
+            learning_rates=tuple(rates) if rates else cut.learning_rates,
+            mismatch=Mismatch(mismatch),
+        )
+    swarm = size.swarm
+    if swarm is not None and seeds is not None:
+        swarm = dataclasses.replace(swarm, seeds=seeds)
+    return Size(cut if only != "swarm" else None, swarm if only != "lags" else None)
+
+
+@app.command()
+def objectives(
+    home: HomeOption = None,
+    model: Annotated[
+        str, typer.Option(help="Policy whose training step is the measure, looked up like policy.path.")
+    ] = "smollm2-135m",
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A tiny policy, few tokens: only shows that it runs.")
+    ] = False,
+    json: JsonOption = False,
+) -> None:
+    """What each objective costs, against a training step: two minutes.
+
+    Without that policy on this machine (`swarm model get`), milliseconds alone. Exit codes: 0 measured, 1 one
+    costs more than a tenth of a step, 2 wrong input.
+    """
+    from node.rollout.policy import Policy
+    from protocol.errors import ConfigError
+    from swarm_cli.bench.objectives import FULL, QUICK, bench_objectives
+
+    settings = resolve(None, None, home, policy__path=TINY_POLICY if quick else model)
+    try:
+        policy = Policy.open(settings.policy.folder(settings.home))
+    except ConfigError as error:
+        err.print(f"{error}; objectives are not held against a step")
+        policy = None
+    report = bench_objectives(policy, QUICK if quick else FULL, _say)
+    if json:
+        write_json(report)
+    else:
+        rows = report.pop("objectives")
+        out.print(_table(report | rows))
+    if report["passed"] is False and not quick:
+        raise typer.Exit(1)
 
 
 def _say(text: str) -> None:
