@@ -6,9 +6,10 @@ generation. Every policy learns; held-out reward is the mean over them. Rollouts
 difference of the policies counts. Own groups are trained on with one objective throughout, the product's
 default unless told otherwise; but a variant that is one preset on everything uses it for them, too.
 
-Where a method needs both nodes' answers to one prompt (`hacpo`, `graft`), both answer the same prompts; else
-each has its own. GRAFT's gate decides for every prompt whether the foreign group replaces the own one. A
-foreign group without any advantage is left out, as in a node.
+Where a method needs both nodes' answers to one prompt (`hacpo`, `graft`), both answer the same prompts, as
+they do for `compat_shared`, to be compared with those; else each has its own. GRAFT's gate decides for every
+prompt whether the foreign group replaces the own one. A foreign group without any advantage is left out, as
+in a node.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ VARIANTS: Mapping[str, Variant] = {
     "dppo_tv": Variant(4, "dppo_tv", everything=True),
     "topr": Variant(4, "topr", everything=True),
     "compat": Variant(4, "compat"),
+    "compat_shared": Variant(4, "compat", shared=True),
     "hacpo": Variant(4, "hacpo", shared=True),
     "graft": Variant(4, "graft", shared=True),
 }

@@ -91,8 +91,9 @@ def test_topr_weighs_failures_down_only() -> None:
             [W[1] * math.log(p) for p in (0.10, 0.35, 0.45)] + [0.0],
         ]
     )
-    _, gradient = run(topr(), PI, behaviour=PI - 1.0)
+    result, gradient = run(topr(), PI, behaviour=PI - 1.0)
     assert gradient == near([[-1.0] * 4, [1.0] * 3 + [0.0]])
+    assert result.weights_BT.tolist() == near([[1.0] * 4, [1.0] * 3 + [0.0]])  # as they act, and not e^3
 
 
 def test_topr_token_tapers_each_token() -> None:

@@ -15,6 +15,7 @@ import torch
 from node.config import SuperviseConfig
 from node.rollout.policy import Policy
 from node.train.batch import TrainingBatch, collate
+from node.train.objectives.presets import dppo_tv
 from node.train.old_policy import sequences_of
 from node.train.settings import TrainSettings
 from node.train.slow_fast import SlowFastSettings
@@ -137,19 +138,23 @@ def test_a_skipped_step_is_neither_good_nor_bad(policy: Policy, batch: TrainingB
 
 
 def test_the_sample_size_of_the_own_tokens_is_watched(policy: Policy, batch: TrainingBatch) -> None:
-    """One own token was 20 nats less likely to the engine than it is here: the weight of its completion
-    outdoes all others'."""
+    """One own token was 20 nats less likely to the engine than it is here: its weight outdoes all others'."""
     behaviour_BT = batch.behaviour_BT.clone()
     behaviour_BT[0, 0] -= 20.0
-    trainer = Trainer(policy, SETTINGS)
+    trainer = Trainer(policy, dataclasses.replace(SETTINGS, own=dppo_tv()))
     found = rolled_back(
         Supervisor(trainer, WIDE.model_copy(update={"ess": 0.2})).step(
             dataclasses.replace(batch, behaviour_BT=behaviour_BT)
         )
     )
-    tokens_B = batch.mask_BT.sum(-1)
+    tokens = int(batch.mask_BT[batch.own_B].sum())
     assert found.alarm.sign is Sign.ESS
-    assert found.alarm.value == pytest.approx(tokens_B[0] / tokens_B[batch.own_B].sum(), rel=0.01)
+    assert found.alarm.value == pytest.approx(1 / tokens, rel=0.05)
+    # The default caps that weight at 1, so it makes no step on its own.
+    done = Supervisor(Trainer(policy, SETTINGS), WIDE.model_copy(update={"ess": 0.2})).step(
+        dataclasses.replace(batch, behaviour_BT=behaviour_BT)
+    )
+    assert done.rolled_back is None
 
 
 def test_without_own_rollouts_or_rows_no_divergence_is_measured(

@@ -110,7 +110,8 @@ def topr(
     """TOPR: successes as they are, failures by their ratio, which only ever weighs them down.
 
     A >= 0: L_t = -A log pi; A < 0: -sg(clip(W, 0, 1)) A log pi, W = pi(y) / mu(y). The paper asks for the
-    sign of the reward, which with rewards of +-1 is that of the advantage.
+    sign of the reward, which with rewards of +-1 is that of the advantage. Reported are the weights as they
+    act, so a failure that became much likelier does not look like a step of one rollout.
     """
     return _tapered(Level.SEQUENCE, cap, aggregation)
 
@@ -129,7 +130,7 @@ def topr_token(
 
 
 def _tapered(level: Level, cap: float, aggregation: Aggregation) -> Objective:
-    taper = Truncate(Ratio(Reference.BEHAVIOUR, level=level), high=cap, negative_only=True)
+    taper = Truncate(Ratio(Reference.BEHAVIOUR, level=level), high=cap, negative_only=True, report_raw=False)
     return Objective(ON_POLICY, (Score(), taper), aggregation)
 
 
