@@ -282,10 +282,10 @@ class WeightConfig(Section):
     """Advantage inside one group; `swarm objectives list` tells them apart. dr_grpo also divides the loss by
     a constant length instead of by tokens. mc_grpo is for swarms with groups of an odd size, and leaves the
     median rollout of each out."""
-    external: Literal["auto", "compat", "hacpo", "own"] = "auto"
-    """How peers' groups enter the loss. auto: GRAFT where our group failed and theirs is mixed, HACPO's
-    capability-aware term where a prompt is shared, `compat` elsewhere. own: as own groups are, by
-    `train.objective`, but `compat` where the tokenizer is another."""
+    external: Literal["auto", "compat", "hacpo", "own"] = "own"
+    """How peers' groups enter the loss. own: as own groups do, by `train.objective`, but by `compat` where
+    the tokenizer is another. auto: GRAFT where our group failed and theirs is mixed, HACPO's capability-aware
+    term where a prompt is shared, `compat` elsewhere."""
     external_weight: float = Field(1.0, ge=0)
     """Weight of all external groups together against the own ones."""
     newcomer_trust: float = Field(0.5, ge=0, le=1)

@@ -64,8 +64,9 @@ def sources(toy: Toy) -> Counter[str]:
 def test_groups_flow_between_nodes_and_are_trained_on(tmp_path: Path, policies: Sequence[Policy]) -> None:
     async def main() -> None:
         async with ToySwarm(tmp_path, policies) as swarm:
-            alice = await swarm.add("alice", 0, train__steps=14)
-            bob = await swarm.add("bob", 1, bootstraps=[alice], train__steps=14)
+            settings = {"train__steps": 14, "weight__external": "auto"}
+            alice = await swarm.add("alice", 0, **settings)
+            bob = await swarm.add("bob", 1, bootstraps=[alice], **settings)
             await swarm.run()
             for toy, other in ((alice, bob), (bob, alice)):
                 await toy.task
