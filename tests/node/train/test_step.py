@@ -21,6 +21,7 @@ from node.train.objectives.presets import ppo_clip
 from node.train.settings import TrainSettings, Treatment
 from node.train.step import OutOfMemoryError, Trainer
 from protocol.errors import ConfigError, ModelError
+from tests.node.train.conftest import gradients
 
 Make = Callable[..., Any]
 SETTINGS = TrainSettings()
@@ -28,28 +29,6 @@ needs_peft = pytest.mark.skipif(find_spec("peft") is None, reason="PEFT is not i
 needs_bitsandbytes = pytest.mark.skipif(
     find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"
 )
-
-
-@pytest.fixture
-def groups(make_training_group: Make) -> list[Any]:
-    """Own groups and every treatment of foreign ones, with different trust."""
-    return [
-        make_training_group(seed=1),
-        make_training_group(seed=2, temperature=0.7),
-        make_training_group("a", seed=3, trust=0.5),
-        make_training_group("a", seed=4, treatment=Treatment.HACPO, uses=1),
-        make_training_group("b", seed=5, treatment=Treatment.GRAFT, trust=0.9),
-    ]
-
-
-@pytest.fixture
-def batch(policy: Policy, groups: list[Any]) -> TrainingBatch:
-    return collate(groups, SETTINGS, policy)
-
-
-def gradients(trainer: Trainer, batch: TrainingBatch) -> dict[str, torch.Tensor]:
-    trainer._accumulate(batch)
-    return {name: parameter.grad.clone() for name, parameter in trainer.model.named_parameters()}
 
 
 def snapshot(trainer: Trainer) -> dict[str, bytes]:

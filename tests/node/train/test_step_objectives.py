@@ -19,31 +19,10 @@ from node.train.batch import TrainingBatch, collate
 from node.train.objectives import all_presets, open_objective
 from node.train.settings import TrainSettings, Treatment
 from node.train.step import Trainer
+from tests.node.train.conftest import gradients
 
 Make = Callable[..., Any]
 SETTINGS = TrainSettings()
-
-
-@pytest.fixture
-def groups(make_training_group: Make) -> list[Any]:
-    """Two own groups and three foreign ones, four rollouts each."""
-    return [
-        make_training_group(seed=1),
-        make_training_group(seed=2, temperature=0.7),
-        make_training_group("a", seed=3, trust=0.5),
-        make_training_group("a", seed=4, treatment=Treatment.HACPO, uses=1),
-        make_training_group("b", seed=5, treatment=Treatment.GRAFT, trust=0.9),
-    ]
-
-
-@pytest.fixture
-def batch(policy: Policy, groups: list[Any]) -> TrainingBatch:
-    return collate(groups, SETTINGS, policy)
-
-
-def gradients(trainer: Trainer, batch: TrainingBatch) -> dict[str, torch.Tensor]:
-    trainer._accumulate(batch)
-    return {name: parameter.grad.clone() for name, parameter in trainer.model.named_parameters()}
 
 
 WHOLE = {
