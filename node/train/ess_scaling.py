@@ -21,11 +21,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from node.train.objectives.ratio import MAX_LOG_RATIO
 from protocol.errors import ConfigError
 
 __all__ = ["EssScaling", "ess_share", "sequence_log_weights"]
-
-MAX_LOG_RATIO = 20.0
 
 
 @dataclass(frozen=True)

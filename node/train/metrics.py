@@ -20,10 +20,9 @@ from node.events import LAG_BUCKETS, Gap, Gaps, SourceShare
 from node.train.batch import TrainingBatch
 from node.train.groups import Kind, TrainingGroup
 from node.train.objectives import TokenLoss
+from node.train.objectives.ratio import MAX_LOG_RATIO
 
 __all__ = ["RowSums", "by_kind", "by_source", "gaps"]
-
-MAX_LOG_RATIO = 20.0
 
 
 @dataclass(frozen=True, eq=False)

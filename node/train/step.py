@@ -36,6 +36,7 @@ from node.train.ess_scaling import ess_share, sequence_log_weights
 from node.train.forward import completion_logprobs, packed
 from node.train.metrics import RowSums, by_kind, by_source, gaps
 from node.train.objectives import LossInputs, Plan
+from node.train.objectives.ratio import MAX_LOG_RATIO
 from node.train.settings import TrainSettings, Treatment
 from node.train.slow_fast import SlowFast
 from node.train.stability import RollBack
@@ -440,7 +441,7 @@ class Trainer:
                 start, part.tokens_BL[own], part.starts_B[own], part.mask_BT[own], part.temperature_B[own]
             )
         delta_BT = start_BT - part.logprobs_BT[own]
-        k3_BT = delta_BT.clamp(-20.0, 20.0).exp() - 1.0 - delta_BT
+        k3_BT = delta_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() - 1.0 - delta_BT
         sums.kl_start_B[own_rows] = k3_BT.sum(-1)  # 0 where masked
 
 

@@ -29,6 +29,7 @@ from node.config import SuperviseConfig
 from node.train.batch import TrainingBatch
 from node.train.good_state import GoodState
 from node.train.groups import Kind
+from node.train.objectives.ratio import MAX_LOG_RATIO
 from node.train.old_policy import sequences_of
 from node.train.stability import Alarm, RollBack, StepSigns, Watch
 from node.train.step import StepReport, Trainer
@@ -103,7 +104,7 @@ class Supervisor:
         before = [report.logprobs_BT[row, : len(new)].numpy() for row, new in zip(rows, after, strict=True)]
         with np.errstate(invalid="ignore"):  # infinities of weights that broke
             log_ratio_N = np.concatenate(after).astype(np.float64) - np.concatenate(before)
-        log_ratio_N = log_ratio_N.clip(-20.0, 20.0)
+        log_ratio_N = log_ratio_N.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         return float((np.exp(log_ratio_N) - 1.0 - log_ratio_N).mean())
 
 

@@ -31,6 +31,7 @@ from node.train.objectives.base import LossInputs, Need, given, masked
 __all__ = ["MAX_LOG_RATIO", "ON_POLICY", "ROUNDING", "Level", "Ratio", "Reference", "logprobs", "reduced"]
 
 MAX_LOG_RATIO = 20.0
+"""Nats: log ratios are clamped to this on both sides."""
 ROUNDING = 1e-4
 """Nats by which two computations of the same log-probability may differ. Where a threshold is one of the
 batch's own log ratios, no token may fall on this or that side of it by chance."""
