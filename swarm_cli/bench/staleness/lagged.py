@@ -24,7 +24,7 @@ from node.paths import bundled
 from node.rollout.engine.base import TokenSequence
 from node.rollout.policy import Policy
 from node.train.batch import TrainingBatch, collate
-from node.train.ess_scaling import EssScaling, ess_share, sequence_log_weights
+from node.train.ess_scaling import EssScaling
 from node.train.ewma import Ewma
 from node.train.groups import OWN_SOURCE, TrainingGroup, own_group
 from node.train.settings import TrainSettings
@@ -141,6 +141,7 @@ class _Learner:
             warmup_steps=settings.warmup_steps,
             measure_start_kl=False,
             own=self.method.objective,
+            ess_scaling=EssScaling() if self.method.ess_scaling else None,
         )
         self._trainer = Trainer(self._policy, self._settings)
         self.answers = Answers(self._policy, open_tasks(), seed=settings.seed, group_size=settings.group_size)
@@ -158,11 +159,6 @@ class _Learner:
             batch = replace(batch, snapshot_BT=_padded(batch, [row for each in answered for row in each.old]))
         if self._ewma is not None:
             batch = replace(batch, ewma_BT=_padded(batch, self._average(self._ewma, answered)))
-        if self.method.ess_scaling:
-            logprobs = _padded(batch, self.answers.logprobs(self.weights(), _sequences(answered)))
-            ess = ess_share(sequence_log_weights(logprobs, batch.behaviour_BT, batch.mask_BT))
-            rate = self._settings.learning_rate * EssScaling().factor(ess)
-            self._trainer.settings = replace(self._settings, learning_rate=rate)
         self._trainer.policy_version = version  # a skipped step counts, too
         report = self._trainer.step(batch)
         if self._ewma is not None:
