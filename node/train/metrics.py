@@ -22,7 +22,7 @@ from node.train.groups import Kind, TrainingGroup
 from node.train.objectives import TokenLoss
 from node.train.objectives.ratio import MAX_LOG_RATIO
 
-__all__ = ["RowSums", "by_kind", "by_source", "gaps"]
+__all__ = ["RowSums", "by_kind", "by_source", "gap", "gaps"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,16 +148,17 @@ def gaps(batch: TrainingBatch, logprobs_BT: Tensor) -> Gaps | None:
     exact_BT = known_BT & batch.exact_BT
     old_N = batch.snapshot_BT[exact_BT]
     return Gaps(
-        mismatch=_gap(batch.behaviour_BT[exact_BT], old_N),
-        staleness=_gap(old_N, logprobs_BT[exact_BT]),
+        mismatch=gap(batch.behaviour_BT[exact_BT], old_N),
+        staleness=gap(old_N, logprobs_BT[exact_BT]),
         exact=int(exact_BT.sum()) / max(int(known_BT.sum()), 1),
     )
 
 
-def _gap(p_N: Tensor, q_N: Tensor) -> Gap:
+def gap(p_N: Tensor, q_N: Tensor) -> Gap:
+    """Of q from p, by their log-probabilities of tokens that p sampled."""
     if not len(p_N):
         return Gap(tokens=0, mean_abs=0.0, k1=0.0, k3=0.0)
-    log_ratio_N = (q_N - p_N).double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    log_ratio_N = (q_N.double() - p_N.double()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return Gap(
         tokens=len(p_N),
         mean_abs=float(log_ratio_N.abs().mean()),

@@ -24,12 +24,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import torch
 
 from node.config import SuperviseConfig
 from node.train.batch import TrainingBatch
 from node.train.good_state import GoodState
 from node.train.groups import Kind
-from node.train.objectives.ratio import MAX_LOG_RATIO
+from node.train.metrics import gap
 from node.train.old_policy import sequences_of
 from node.train.stability import Alarm, RollBack, StepSigns, Watch
 from node.train.step import StepReport, Trainer
@@ -101,11 +102,8 @@ class Supervisor:
             return None
         rows = own[:: -(-len(own) // self._kl_rows)]  # of all prompts, not many of one
         after = self._trainer.logprobs(sequences_of(batch, rows))
-        before = [report.logprobs_BT[row, : len(new)].numpy() for row, new in zip(rows, after, strict=True)]
-        with np.errstate(invalid="ignore"):  # infinities of weights that broke
-            log_ratio_N = np.concatenate(after).astype(np.float64) - np.concatenate(before)
-        log_ratio_N = log_ratio_N.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        return float((np.exp(log_ratio_N) - 1.0 - log_ratio_N).mean())
+        before = [report.logprobs_BT[row, : len(new)] for row, new in zip(rows, after, strict=True)]
+        return gap(torch.cat(before), torch.from_numpy(np.concatenate(after))).k3
 
 
 def _error(alarm: Alarm, good_version: int) -> UnstableError:
