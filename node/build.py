@@ -20,14 +20,15 @@ import psutil
 
 from node.budget import Machine, MemoryPlan, ModelFacts, Wishes, plan_memory
 from node.config import NodeConfig
-from node.paths import Home, bundled
+from node.events import NoticeLevel
 from node.rollout.adapter import AdapterSpec
 from node.rollout.environment import Environment, open_environment
 from node.rollout.policy import Policy
 from node.sandbox.records import SandboxLimits
 from node.sandbox.scorer import Scorer
 from node.sandbox.strength import describe
-from node.state import write_atomically
+from node.state.paths import Home, bundled
+from node.state.stores import write_atomically
 from node.verify.tokens import Decode
 from protocol.charter import charter_bytes, decode_charter, found, is_member, swarm_id
 from protocol.errors import CharterError, ConfigError, ModelError, SandboxError
@@ -196,7 +197,7 @@ class Loaded:
 
 
 def load(
-    config: NodeConfig, charter: Charter, notice: Callable[[str, str], None], peer_id: PeerId = ""
+    config: NodeConfig, charter: Charter, notice: Callable[[NoticeLevel, str], None], peer_id: PeerId = ""
 ) -> tuple[NodeConfig, Loaded]:
     """Everything of a node that holds weights, gone on from the run's newest checkpoint, and `config` as that
     checkpoint or the memory plan decides what it leaves open. `notice(level, text)` hears the plan, and later
@@ -211,7 +212,7 @@ def load(
     checkpoints = Home(config.home).run(config.run).checkpoints
     restore(checkpoints)
     plan = plan_of(config, charter, policy)
-    notice("info", "\n".join(plan.lines()))
+    notice(NoticeLevel.INFO, "\n".join(plan.lines()))
     config = planned(as_begun(config, policy), plan)
     if config.merge.enabled and config.policy.tuning == "lora":
         raise ConfigError(
@@ -248,7 +249,7 @@ class LoadedFollower:
 
 
 def load_follower(
-    config: NodeConfig, charter: Charter, notice: Callable[[str, str], None], peer_id: PeerId = ""
+    config: NodeConfig, charter: Charter, notice: Callable[[NoticeLevel, str], None], peer_id: PeerId = ""
 ) -> tuple[NodeConfig, LoadedFollower]:
     """As `load`, for `role = "follower"`: an engine with the policy's own weights, which are what an owner's
     anchors start from. Its `policy.tuning` must be the owner's; "auto" means all weights."""
@@ -256,7 +257,7 @@ def load_follower(
     import torch
 
     plan = plan_of(config, charter, policy)
-    notice("info", "\n".join(plan.lines()))
+    notice(NoticeLevel.INFO, "\n".join(plan.lines()))
     config = planned(config, plan)
     torch.manual_seed(config.seed)
     environments = open_environments(charter)
@@ -265,7 +266,7 @@ def load_follower(
 
 
 def load_role(
-    config: NodeConfig, charter: Charter, notice: Callable[[str, str], None], peer_id: PeerId = ""
+    config: NodeConfig, charter: Charter, notice: Callable[[NoticeLevel, str], None], peer_id: PeerId = ""
 ) -> tuple[NodeConfig, Loaded | LoadedFollower]:
     """What a node of the configured role needs: `load_follower` or `load`."""
     if config.role == "follower":
@@ -381,7 +382,7 @@ def _held_bytes(current: Path, parts: Path) -> int:
 def open_engine(
     config: NodeConfig,
     policy: Policy,
-    notice: Callable[[str, str], None] | None = None,
+    notice: Callable[[NoticeLevel, str], None] | None = None,
     *,
     dtype: str = "float32",
     draws: str = "",
@@ -413,13 +414,13 @@ def open_engine(
     return FallbackEngine(engine, lost=lambda: engine.lost, fall_back=fall_back)
 
 
-def _tell_fallback(notice: Callable[[str, str], None] | None, problem: str, error: Exception) -> None:
+def _tell_fallback(notice: Callable[[NoticeLevel, str], None] | None, problem: str, error: Exception) -> None:
     if notice is not None:
-        notice("warning", f"vLLM {problem}, the transformers engine takes its place: {error}")
+        notice(NoticeLevel.WARNING, f"vLLM {problem}, the transformers engine takes its place: {error}")
 
 
 def _open_vllm(
-    config: NodeConfig, policy: Policy, notice: Callable[[str, str], None] | None, draws: str
+    config: NodeConfig, policy: Policy, notice: Callable[[NoticeLevel, str], None] | None, draws: str
 ) -> VllmEngine:
     from node.rollout.engine.vllm import VllmEngine
 

@@ -12,12 +12,29 @@ import asyncio
 import functools
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from enum import StrEnum
 from typing import Any, Protocol, TypeVar
 
 __all__ = ["Compute", "InlineCompute", "Lane", "ThreadCompute"]
 
 T = TypeVar("T")
-Lane = str
+
+
+class Lane(StrEnum):
+    """Kinds of work. Two pieces of one kind never overlap."""
+
+    GENERATE = "generate"
+    SCORE = "score"
+    VERIFY = "verify"
+    WEIGHT = "weight"
+    TRAIN = "train"
+    EVALUATE = "evaluate"
+    BROADCAST = "broadcast"
+    """Coding and storing weights for others."""
+    APPLY = "apply"
+    """Making a version of weights from what others published, and giving it to the engine."""
+    MERGE = "merge"
+    DISK = "disk"
 
 
 class Compute(Protocol):

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field
 
-from node.paths import Home, bundled, default_home
+from node.state.paths import Home, bundled, default_home
 from protocol.errors import ConfigError
 
 __all__ = [

@@ -14,13 +14,13 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from node.broadcast.sharing import WeightsSharing
 from node.clock import Clock
 from node.compute import Compute
 from node.config import NodeConfig
 from node.events import EventBus, Health, NodeStarted, NodeStopped, Notice, PeersSeen, StagesSeen
 from node.network import Network
-from node.paths import Home
+from node.peers.book import PeerBook
+from node.peers.trust import Standing, TrustBook, TrustSettings, save_standings
 from node.rollout.admission import Admission
 from node.rollout.engine.base import Engine
 from node.rollout.environment import Environment
@@ -31,13 +31,13 @@ from node.rollout.scoring import OwnScorer
 from node.rollout.worker import OwnGroup, RolloutWorker
 from node.sandbox.scorer import Scorer
 from node.sandbox.strength import describe
-from node.share.peers import PeerBook
-from node.state import ReplayGuard, SequenceSource
+from node.state.paths import Home
+from node.state.stores import ReplayGuard, SequenceSource
 from node.supervise import LoopLag, StageGauge, run_stages
 from node.transport.base import Transport
 from node.transport.limits import Refusals
 from node.verify.schema import max_body_bytes
-from node.weight.trust import Standing, TrustBook, TrustSettings, save_standings
+from node.weights.sharing import WeightsSharing
 from protocol.charter import swarm_id
 from protocol.constants import PROTOCOL_VERSION
 from protocol.identity import Identity
@@ -290,7 +290,7 @@ class NodeCore:
         self._refused.add(peer_id, reason)
         self._peers.rejected(peer_id, reason)
 
-    def _notice(self, level: str, text: str) -> None:
+    def _notice(self, level: NoticeLevel, text: str) -> None:
         self._bus.emit(Notice(at=self._clock.now_ms(), level=level, text=text))
 
     # --- events -------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Callable
+from enum import StrEnum
 from typing import Any
 
 import msgspec
@@ -33,6 +34,7 @@ __all__ = [
     "NodeStarted",
     "NodeStopped",
     "Notice",
+    "NoticeLevel",
     "PeerStatus",
     "PeersSeen",
     "RolledBack",
@@ -420,11 +422,18 @@ class Health(Event, frozen=True, kw_only=True):
     """Checks of verification that have run, cheap ones first."""
 
 
+class NoticeLevel(StrEnum):
+    """How much a notice matters to the operator."""
+
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
 class Notice(Event, frozen=True, kw_only=True):
     """Something this operator should know or can fix."""
 
-    level: str
-    """info | warning | error"""
+    level: NoticeLevel
     text: str
 
 

@@ -27,22 +27,23 @@ from collections import OrderedDict
 
 import msgspec
 
-from node.broadcast.apply import THREADS
-from node.broadcast.base import base_bits
-from node.broadcast.bf16 import U16, to_tensors
-from node.broadcast.chains import MAX_WAIT_S
-from node.broadcast.choose import choose_owner
-from node.broadcast.follow import Tracker
-from node.broadcast.follower_probe import FollowerProbe
 from node.build import adapter_of
+from node.compute import Lane
 from node.config import NodeConfig
 from node.core import CoreParts, NodeCore, Stages
-from node.events import Health, VersionReached
+from node.events import Health, NoticeLevel, VersionReached
 from node.network import Network
+from node.peers.trust import Hardness
 from node.rollout.engine.base import BrokenWeightsError
 from node.rollout.engine.parity import ParityError
 from node.supervise import StageGauge, run_stages
-from node.weight.trust import Hardness
+from node.weights.chain.apply import THREADS
+from node.weights.chain.base import base_bits
+from node.weights.chain.bf16 import U16, to_tensors
+from node.weights.chain.chains import MAX_WAIT_S
+from node.weights.follow.choose import choose_owner
+from node.weights.follow.probe import FollowerProbe
+from node.weights.follow.tracker import Tracker
 from protocol.delta import warm_up, weights_digest
 from protocol.errors import ConfigError
 from protocol.messages import Digest, Lineage, PeerId, RolloutGroup
@@ -107,15 +108,17 @@ class Follower(NodeCore):
 
     async def _begin(self) -> None:
         policy, adapter = self._core.policy, adapter_of(self.config)
-        await self._compute.run("broadcast", warm_up)
-        self._base = await self._compute.run("broadcast", base_bits, policy, adapter)
-        self._base_digest = await self._compute.run("broadcast", weights_digest, self._base, threads=THREADS)
+        await self._compute.run(Lane.BROADCAST, warm_up)
+        self._base = await self._compute.run(Lane.BROADCAST, base_bits, policy, adapter)
+        self._base_digest = await self._compute.run(
+            Lane.BROADCAST, weights_digest, self._base, threads=THREADS
+        )
 
     async def _end(self) -> None:
         try:
-            await self._compute.run("disk", self._keep, self._trust.standings())
+            await self._compute.run(Lane.DISK, self._keep, self._trust.standings())
         except OSError as error:
-            self._notice("warning", f"trust was not saved: {error}; make room on the disk")
+            self._notice(NoticeLevel.WARNING, f"trust was not saved: {error}; make room on the disk")
 
     def _close(self) -> None:
         self._sharing.close()
@@ -129,7 +132,7 @@ class Follower(NodeCore):
         """One owner after the other."""
         while True:
             lineage = await self._choose()
-            self._notice("info", f"follows {lineage.owner}")
+            self._notice(NoticeLevel.INFO, f"follows {lineage.owner}")
             self._followed, self._heard_s = lineage, self._clock.monotonic_s()
             await self._track(lineage)
             self._followed = None
@@ -137,7 +140,9 @@ class Follower(NodeCore):
             self._given_up.move_to_end(lineage.owner)
             while len(self._given_up) > GIVEN_UP:
                 self._given_up.popitem(last=False)
-            self._notice("warning", f"{lineage.owner} {self._why_lost(lineage)}; looking for an owner")
+            self._notice(
+                NoticeLevel.WARNING, f"{lineage.owner} {self._why_lost(lineage)}; looking for an owner"
+            )
 
     def _why_lost(self, lineage: Lineage) -> str:
         """In words. Two signed versions that contradict each other are proof against who signed them."""
@@ -180,7 +185,7 @@ class Follower(NodeCore):
                     presence.seek(wanted)
                     if not told and self._trust.quarantined(wanted, window):
                         text = f"waits: follow.owner {wanted} is in quarantine for what it signed"
-                        self._notice("warning", f"{text}; name another owner, or none")
+                        self._notice(NoticeLevel.WARNING, f"{text}; name another owner, or none")
                         told = True
                 await asyncio.sleep(ROUND_S)
 
@@ -242,13 +247,15 @@ class Follower(NodeCore):
         began_s = self._clock.monotonic_s()
         with self._gauges["broadcast"].working():
             try:
-                reloaded = await self._compute.run("apply", self._update, bits, policy_version)
+                reloaded = await self._compute.run(Lane.APPLY, self._update, bits, policy_version)
             except ParityError as error:
                 reloaded = False
-                self._notice("error", f"{error}, with all weights loaded anew; this node shares nothing more")
+                self._notice(
+                    NoticeLevel.ERROR, f"{error}, with all weights loaded anew; this node shares nothing more"
+                )
         if reloaded:
             text = f"the engine failed its probe at version {policy_version} and passed it once loaded anew"
-            self._notice("warning", text)
+            self._notice(NoticeLevel.WARNING, text)
         self._versions += 1
         if not self._probe.failure:  # else there is no use for more groups
             self._admission.used(self._admission.complete)

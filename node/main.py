@@ -38,17 +38,17 @@ from node.build import (
 from node.clock import Clock, SystemClock
 from node.compute import ThreadCompute
 from node.config import NodeConfig
-from node.events import Event, EventBus, Notice
-from node.keys import create_key, load_or_create_key
-from node.lock import hold
-from node.paths import Home, RunDir
+from node.events import Event, EventBus, Notice, NoticeLevel
+from node.peers.presence import ask_clock, fetch_charter
+from node.peers.trust import load_standings
 from node.sandbox.scorer import Scorer
-from node.share.presence import ask_clock, fetch_charter
-from node.state import ReplayStore, SequenceStore, WindowStore, remove_leftovers, write_atomically
+from node.state.keys import create_key, load_or_create_key
+from node.state.lock import hold
+from node.state.paths import Home, RunDir
+from node.state.stores import ReplayStore, SequenceStore, WindowStore, remove_leftovers, write_atomically
 from node.telemetry import JsonlSink, SocketSink
 from node.transport import open_transport, peer_id_of, require_free
 from node.transport.base import Transport
-from node.weight.trust import load_standings
 from protocol.charter import charter_bytes, swarm_id
 from protocol.errors import ConfigError
 from protocol.identity import Identity
@@ -174,7 +174,7 @@ class _EngineNotices:
     def __init__(self, show: Callable[[Event], None]) -> None:
         self._emit = show
 
-    def __call__(self, level: str, text: str) -> None:
+    def __call__(self, level: NoticeLevel, text: str) -> None:
         self._emit(Notice(at=SystemClock().now_ms(), level=level, text=text))
 
     def through(self, bus: EventBus) -> None:
@@ -226,7 +226,7 @@ class _Signals:
 
 
 def _warning(clock: Clock, text: str) -> Notice:
-    return Notice(at=clock.now_ms(), level="warning", text=text)
+    return Notice(at=clock.now_ms(), level=NoticeLevel.WARNING, text=text)
 
 
 def fetch_charter_from(address: str, config: NodeConfig) -> Charter:

@@ -32,8 +32,8 @@ from pathlib import Path
 
 import msgspec
 
-from node.paths import Home
-from node.state import sync
+from node.state.paths import Home
+from node.state.stores import sync
 from protocol.errors import ModelError
 
 __all__ = ["KNOWN_MODELS", "KnownModel", "ModelReport", "get_model"]

@@ -14,10 +14,11 @@ from typing import Any
 
 from node.clock import Clock
 from node.config import NodeConfig
+from node.events import NoticeLevel
+from node.peers.presence import Presence
 from node.share.gossip import Gossip, GossipLimits
-from node.share.presence import Presence
 from node.share.publish import Publisher
-from node.state import ReplayGuard, SequenceSource
+from node.state.stores import ReplayGuard, SequenceSource
 from node.transport.base import Transport
 from protocol.identity import Identity
 from protocol.messages import Charter, Digest, Lineage, PeerId, PeerRecord
@@ -41,7 +42,7 @@ class Network:
         rng: random.Random,
         record: Callable[[], PeerRecord],
         refused: Callable[[PeerId, str], None],
-        notice: Callable[[str, str], None],
+        notice: Callable[[NoticeLevel, str], None],
     ) -> None:
         """`record` is this node's own; `refused(peer, reason)` counts; `notice(level, text)` tells."""
         self.transport = transport

@@ -28,14 +28,14 @@
                waits: a new version; beside the training, which never waits for it
                         |
     MERGE      every few windows, if enabled: anchors of trainers of this base model -> one set of weights,
-               taken between two steps, judged on held-out prompts, adopted or not (`broadcast/adopt.py`)
+               taken between two steps, judged on held-out prompts, adopted or not (`weights/merge/adopt.py`)
                waits: the next round, partners' sets, their blobs
 
 Backpressure: ROLLOUT runs at most `max_staleness` versions ahead of TRAIN (`admission.py`; a step gives its
 groups' room back, whether it made a version or not); everything else is a bounded queue, pool or book. An
 author whose bodies do not come rests, so that stalling peers do not stop SHARE.collect. Losing the network is
 never fatal: SHARE waits, the rest goes on. An engine that fails its probe for good ends sharing in both
-directions (`broadcast/engine.py`), not the run. A stage that raises ends the node with that error: peers'
+directions (`weights/engine_sync.py`), not the run. A stage that raises ends the node with that error: peers'
 errors were caught and counted at their boundary.
 """
 
@@ -50,16 +50,12 @@ from dataclasses import dataclass
 import msgspec
 from torch import Tensor
 
-from node.broadcast.adopt import MergeAdoption
-from node.broadcast.engine import EngineBroadcast
-from node.broadcast.merge import MergeRule, Strategy
-from node.broadcast.merger import Merger
-from node.broadcast.owner import OwnerBroadcast
-from node.broadcast.sharing import WeightsSharing
+from node.compute import Lane
 from node.config import NodeConfig
 from node.core import CoreParts, NodeCore, Stages
-from node.events import Evaluated, Health
+from node.events import Evaluated, Health, NoticeLevel
 from node.network import Network
+from node.peers.trust import Hardness, Standing
 from node.share.collect import Collector, Fetched
 from node.share.gossip import Heard
 from node.share.pool import ReplayPool
@@ -82,7 +78,12 @@ from node.verify.pipeline import Verifier
 from node.verify.stage import VerifyStage
 from node.verify.tokens import Decode
 from node.weight.answered import AnsweredPrompts
-from node.weight.trust import Hardness, Standing
+from node.weights.engine_sync import EngineBroadcast
+from node.weights.merge.adopt import MergeAdoption
+from node.weights.merge.merger import Merger
+from node.weights.merge.resolve import MergeRule, Strategy
+from node.weights.publish.owner import OwnerBroadcast
+from node.weights.sharing import WeightsSharing
 from protocol.messages import Digest, Lineage, PeerId, PromptRef, RolloutGroup, SignedLink
 
 __all__ = ["Node", "NodeParts"]
@@ -369,7 +370,7 @@ class Node(NodeCore):
 
     async def _begin(self) -> None:
         if self._saved_version:
-            self._notice("info", f"goes on from the checkpoint of version {self._saved_version}")
+            self._notice(NoticeLevel.INFO, f"goes on from the checkpoint of version {self._saved_version}")
         if self._network is not None and self._sharing is not None and self._owner is not None:
             await self._continue_chain(self._owner)
             if self.config.merge.enabled:
@@ -385,14 +386,16 @@ class Node(NodeCore):
             if weights is None or not mark.exists():
                 if weights is not None:
                     text = f"another run published up to v{version}: this one begins at v{version + 1}"
-                    self._notice("info", text)
+                    self._notice(NoticeLevel.INFO, text)
                 version, weights = version + 1, trainer.state_dict()
             elif version > trainer.policy_version:
                 saved = f"the checkpoint of v{trainer.policy_version}" if trainer.policy_version else "new"
                 text = f"goes on from v{version}, which was published; moments of the optimiser: {saved}"
-                self._notice("info", text)
+                self._notice(NoticeLevel.INFO, text)
             if version > trainer.policy_version:
-                await self._compute.run("train", take_weights, trainer, self._parts.engine, weights, version)
+                await self._compute.run(
+                    Lane.TRAIN, take_weights, trainer, self._parts.engine, weights, version
+                )
         mark.parent.mkdir(parents=True, exist_ok=True)
         mark.touch()
         if owner.published < trainer.policy_version:
@@ -442,7 +445,7 @@ class Node(NodeCore):
         return self._merger.providers(root) if self._merger is not None else ()
 
     async def _evaluate(self, moment: str) -> None:
-        report = await self._compute.run("evaluate", self._held_out.evaluate)
+        report = await self._compute.run(Lane.EVALUATE, self._held_out.evaluate)
         self._bus.emit(
             Evaluated(
                 at=self._clock.now_ms(),
@@ -461,9 +464,9 @@ class Node(NodeCore):
         """What was undone because the engine's weights, the trainer's, answer held-out prompts worse than
         earlier ones did. The engine has the earlier ones then."""
         rewards = await self._compute.run(
-            "evaluate", self._held_out.rewards, self.config.supervise.probe_prompts
+            Lane.EVALUATE, self._held_out.rewards, self.config.supervise.probe_prompts
         )
-        undone = await self._compute.run("train", supervisor.probe, rewards)
+        undone = await self._compute.run(Lane.TRAIN, supervisor.probe, rewards)
         if undone is not None:
             await self._engine.replace(None, anchor=False)
         return undone
@@ -472,10 +475,12 @@ class Node(NodeCore):
         """Checkpoint, of a version that has none, and trust to disk. A full disk costs that, not the run."""
         standings = self._trust.standings()
         try:
-            await self._compute.run("train", self._write, standings)
+            await self._compute.run(Lane.TRAIN, self._write, standings)
         except OSError as error:
             version = self._parts.trainer.policy_version
-            self._notice("warning", f"version {version} was not saved: {error}; make room on the disk")
+            self._notice(
+                NoticeLevel.WARNING, f"version {version} was not saved: {error}; make room on the disk"
+            )
 
     def _write(self, standings: Sequence[Standing]) -> None:
         trainer, folder = self._parts.trainer, self._run_dir.checkpoints

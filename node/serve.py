@@ -32,7 +32,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from node.config import NodeConfig
-from node.paths import Home
+from node.events import NoticeLevel
+from node.state.paths import Home
 from protocol.errors import AddressError, ConfigError, ModelError
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def serve(
         require_vllm()
         base = Policy.open(policy or config.policy.folder(config.home))
         chosen = choose(config, base, follow=policy is None)
-        notice("info", f"vLLM loads {chosen.folder}")
+        notice(NoticeLevel.INFO, f"vLLM loads {chosen.folder}")
         process = VllmProcess(
             lambda *, on_cpu: _arguments(config, chosen.folder, base, on_cpu=on_cpu),
             start_timeout_s=config.vllm.start_timeout_s,
@@ -218,7 +219,7 @@ class _Server:
             )
             self._door.open()
             listener.listen()  # from now on a client waits instead of being refused
-            self._notice("info", f"{self._title()} answers at {_url(listener)}/v1; Ctrl-C ends it")
+            self._notice(NoticeLevel.INFO, f"{self._title()} answers at {_url(listener)}/v1; Ctrl-C ends it")
             work = [asyncio.ensure_future(self._http.serve(sockets=[listener]))]
             if self._follows:
                 work.append(asyncio.ensure_future(self._follow()))
@@ -298,19 +299,23 @@ class _Server:
             try:
                 patches, commit = await asyncio.to_thread(self._changes, newest.folder)
             except (ModelError, WeightsDoNotFit) as error:
-                self._notice("warning", f"{newest.folder} is left out, {self._title()} stays: {error}")
+                self._notice(
+                    NoticeLevel.WARNING, f"{newest.folder} is left out, {self._title()} stays: {error}"
+                )
                 seen = newest.version
                 continue
             if not await self._door.close(DRAIN_S):
                 self._door.open()
-                self._notice("warning", f"{self._title()} stays for now: an answer takes over {DRAIN_S:g} s")
+                self._notice(
+                    NoticeLevel.WARNING, f"{self._title()} stays for now: an answer takes over {DRAIN_S:g} s"
+                )
                 await asyncio.sleep(DRAIN_S)
                 continue
             await self._take(newest, patches)
             commit()
             self._door.open()
             seen = newest.version
-            self._notice("info", f"{self._title()} answers from now on")
+            self._notice(NoticeLevel.INFO, f"{self._title()} answers from now on")
 
     def _changes(self, folder: Path) -> tuple[list[TensorPatch], Callable[[], None]]:
         """What turns the engine's weights into those of a checkpoint, and what to call when it has them.

@@ -37,7 +37,7 @@ class Envelope(Record, frozen=True):
     topic: Annotated[str, Meta(min_length=1, max_length=256)]
     sender: PeerId
     sequence: Uint
-    """Strictly increasing for one sender, also over restarts (`node/state.py`)."""
+    """Strictly increasing for one sender, also over restarts (`node/state/stores.py`)."""
     created_at: Millis
     expires_at: Millis
     payload: Annotated[bytes, Meta(max_length=MAX_ENVELOPE_BYTES)]

@@ -3,7 +3,7 @@
 `Identity` holds the private half of this node and signs; `verify` and `public_key` work on the peer id of
 anybody. A peer id is the base58 text of `00 24 08 01 12 20 || public key` (an identity multihash of the
 libp2p protobuf), always 52 characters for Ed25519. Other key types are unknown here: no giant RSA key is ever
-parsed. Not for files: `node/keys.py` keeps the key on disk. What is signed is built by
+parsed. Not for files: `node/state/keys.py` keeps the key on disk. What is signed is built by
 `protocol.codec.framed`.
 
 The key never leaves through `repr`, logs, `copy` or pickling; only `to_libp2p` hands it out, for the key

@@ -2,7 +2,8 @@
 
     WeightsLink + identity --sign_link--> SignedLink          SignedLink --open_link--> WeightsLink
 
-A signature says who made a link and in which swarm. Which links form a chain is `node/broadcast/chain.py`'s.
+A signature says who made a link and in which swarm. Which links form a chain is what
+`node/weights/chain/chain.py` says.
 """
 
 from __future__ import annotations

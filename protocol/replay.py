@@ -12,7 +12,7 @@ entry are whole senders forgotten, those silent for longest, and `floor` is rais
 forgotten: a sender that is not known must have created after it.
 
 So a flood costs the flooder, and a flood of identities can make this node refuse more but never count twice.
-Not for files: `snapshot` and `restore` are bytes, `node/state.py` keeps them.
+Not for files: `snapshot` and `restore` are bytes, `node/state/stores.py` keeps them.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from node.events import (
     VersionReached,
     inert,
 )
-from node.paths import default_home
+from node.state.paths import default_home
 
 __all__ = ["demo_line", "progress_line", "reachable"]
 

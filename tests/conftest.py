@@ -92,8 +92,8 @@ def compiled_delta() -> None:
 
 @pytest.fixture(scope="session")
 def compiled_merge(compiled_delta: None) -> None:
-    """As `compiled_delta`, with the loops of `node.broadcast.merge`."""
-    from node.broadcast.merge import warm_up
+    """As `compiled_delta`, with the loops of `node.weights.merge.resolve`."""
+    from node.weights.merge.resolve import warm_up
 
     warm_up()
 

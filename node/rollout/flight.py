@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from node.clock import Clock
-from node.compute import Compute
+from node.compute import Compute, Lane
 from node.rollout.admission import Admission
 from node.rollout.engine.base import Engine, Generation, GenerationRequest
 from node.rollout.prompts import AssignedPrompt, PromptFeed
@@ -110,7 +110,7 @@ class Flight:
             await self._awake()
         began_s = self._clock.monotonic_s()
         with self._gauge.working():
-            done = await self._compute.run("generate", self._advance, generation, begun, self._tokens())
+            done = await self._compute.run(Lane.GENERATE, self._advance, generation, begun, self._tokens())
         self._spent_s += self._clock.monotonic_s() - began_s
         self._admission.sampled(generation.sampled - self.sampled)
         self.sampled, self.in_flight = generation.sampled, generation.in_flight

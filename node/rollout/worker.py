@@ -24,8 +24,8 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from node.clock import Clock
-from node.compute import Compute
-from node.events import EventBus, GroupJudged, Notice, inert
+from node.compute import Compute, Lane
+from node.events import EventBus, GroupJudged, Notice, NoticeLevel, inert
 from node.rollout.admission import Admission
 from node.rollout.engine.base import Engine, GenerationRequest
 from node.rollout.environment import Completion
@@ -249,7 +249,7 @@ class RolloutWorker:
         began_s = self._clock.monotonic_s()
         self._batch_rollouts = len(fitting) * self._group_size
         batches = await self._compute.run(
-            "generate", self._generate, [(each, request) for _, each, request in fitting]
+            Lane.GENERATE, self._generate, [(each, request) for _, each, request in fitting]
         )
         self._batch_rollouts = 0
         each_s = (self._clock.monotonic_s() - began_s) / len(assigned)
@@ -305,7 +305,7 @@ class RolloutWorker:
         text = f"an own group on {task} was {what}"
         if (task, what) not in self._told and len(self._told) < MAX_TOLD:
             self._told.add((task, what))
-            self._bus.emit(Notice(at=self._clock.now_ms(), level="warning", text=text))
+            self._bus.emit(Notice(at=self._clock.now_ms(), level=NoticeLevel.WARNING, text=text))
 
     async def _score(
         self, assigned: AssignedPrompt, rollouts: Sequence[Rollout], generate_s: float
@@ -313,7 +313,7 @@ class RolloutWorker:
         if self._reuse is not None:
             self._reuse.remember(assigned.ref.index, rollouts)
         rewards = await self._compute.run(
-            "score", self._scorer.rewards, assigned.prompt, completions_of(rollouts)
+            Lane.SCORE, self._scorer.rewards, assigned.prompt, completions_of(rollouts)
         )
         if isinstance(rewards, ScoreFailure):
             self._tell_dropped(assigned, f"it could not be scored ({rewards.reason})")

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from node.clock import Clock
 from node.share.held import SHORT_DIGEST_BYTES, AnnouncementStore, Heard, HeldAnnouncement, short_digest
-from node.state import ReplayGuard
+from node.state.stores import ReplayGuard
 from node.transport.base import Gossiped, Stream, Transport
 from node.transport.limits import KeyedTokenBuckets, Refusals
 from protocol.charter import is_member, swarm_id

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 
 from node.rollout.adapter import AdapterSpec, merged_state
 from node.rollout.engine.base import Engine
-from node.state import sync
+from node.state.stores import sync
 from node.train.slow_fast import SlowFastState
 from node.train.step import Trainer
 from protocol.errors import ConfigError, ModelError

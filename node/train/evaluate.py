@@ -4,8 +4,8 @@ For: the same fixed prompts before, during and after training, so that two evalu
 keeps its seed). The training reward is too noisy to compare, and a mean over tasks hides one that falls:
 accuracy is reported per task. `evaluate` is a pure function of engine, prompts and scorer; `HeldOut` is it
 with the swarm's held-out prompts, which `protocol.prompts` chooses. It also answers what a merge is judged by
-(`broadcast/adopt.py`), on prompts of their own: choosing weights by those that are evaluated on would flatter
-the evaluation. Blocking.
+(`weights/merge/adopt.py`), on prompts of their own: choosing weights by those that are evaluated on would
+flatter the evaluation. Blocking.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from statistics import median
 
-from node.broadcast.merge_gate import judge
 from node.config import SuperviseConfig
+from node.weights.merge.gate import judge
 from protocol.errors import UnstableError
 
 __all__ = ["Alarm", "RollBack", "Sign", "StepSigns", "Watch"]

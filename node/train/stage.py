@@ -7,7 +7,7 @@ peers trains alone), has them made into a batch (`prepare.py`), steps, and hands
 engine; all of that work runs beside the loop, which alone touches books and pool. A step may come back rolled
 back (`supervisor.py`): then it does not count, and the weights that the engine gets are the good ones.
 Evaluations on held-out prompts happen here, before, during and after. Between two steps a merge may change
-the weights (`broadcast/adopt.py`), and so may a probe of what they have become.
+the weights (`weights/merge/adopt.py`), and so may a probe of what they have become.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from node.clock import Clock
-from node.compute import Compute
-from node.events import EventBus, Notice, RolledBack, StepDone
+from node.compute import Compute, Lane
+from node.events import EventBus, Notice, NoticeLevel, RolledBack, StepDone
+from node.peers.book import PeerBook
+from node.peers.trust import TrustBook
 from node.rollout.policy import Policy
 from node.rollout.worker import OwnGroup
-from node.share.peers import PeerBook
 from node.share.pool import PooledGroup, ReplayPool
 from node.supervise import StageGauge
 from node.train.batch import TrainingBatch
@@ -41,7 +42,6 @@ from node.train.step import StepReport, Trainer
 from node.weight.advantage import CapabilityTracker, has_signal
 from node.weight.answered import AnsweredPrompts
 from node.weight.staleness import Staleness, judge_staleness
-from node.weight.trust import TrustBook
 from protocol.messages import Digest, FinishReason, Lineage, RolloutGroup, VerificationRules
 
 __all__ = ["StagePlan", "TrainStage"]
@@ -170,7 +170,7 @@ class TrainStage:
         version = self._trainer.policy_version
         async with self._alone():
             with self._gauge.working():
-                report = await self._compute.run("train", self._train, prepared.batch)
+                report = await self._compute.run(Lane.TRAIN, self._train, prepared.batch)
         if not report.skipped:
             if report.rolled_back is None:
                 self._remember(prepared, report)
@@ -178,7 +178,7 @@ class TrainStage:
                 await self._broadcast(self._trainer.policy_version)
         else:
             text = "a step was not finite and left the weights untouched"
-            self._bus.emit(Notice(at=self._clock.now_ms(), level="warning", text=text))
+            self._bus.emit(Notice(at=self._clock.now_ms(), level=NoticeLevel.WARNING, text=text))
         self._used(len(own))
         self._bus.emit(_finite(self._event(report, prepared.batch, own, version, waited_s)))
         if report.rolled_back is not None:
@@ -199,7 +199,7 @@ class TrainStage:
 
     async def _tell(self, undone: RollBack) -> None:
         """Raises UnstableError, with the good weights saved, when it was one roll-back too many in a row."""
-        self._bus.emit(Notice(at=self._clock.now_ms(), level="warning", text=undone.text))
+        self._bus.emit(Notice(at=self._clock.now_ms(), level=NoticeLevel.WARNING, text=undone.text))
         event = RolledBack(
             at=self._clock.now_ms(),
             sign=undone.alarm.sign.value,
@@ -284,7 +284,9 @@ class TrainStage:
         with self._gauge.waiting("weights"), self._weight_gauge.working():
             drafts = [self._own_draft(each) for each in own]
             drawn = [self._external_draft(pooled) for pooled in external]
-            prepared = await self._compute.run("weight", prepare, drafts, drawn, self._settings, self._policy)
+            prepared = await self._compute.run(
+                Lane.WEIGHT, prepare, drafts, drawn, self._settings, self._policy
+            )
         for author, reason in prepared.refused:
             self._peers.rejected(author, reason)
         return prepared

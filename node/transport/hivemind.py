@@ -71,7 +71,7 @@ _MAX_DELAY_S = 30.0
 
 
 class HivemindTransport(Transport):
-    """A node's network over `p2pd`. `identity_path` is a libp2p private key file (`node/keys.py`)."""
+    """A node's network over `p2pd`. `identity_path` is a libp2p private key file (`node/state/keys.py`)."""
 
     def __init__(
         self,

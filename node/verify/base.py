@@ -3,7 +3,7 @@
 `Candidate` (an announcement with its fetched body) goes in; `schema.py` turns it into an `Item`, the only
 thing that checks see; every check answers with a `Verdict`; `pipeline.py` makes a `Judgement` of them. A hard
 check's failure rejects, a soft one's only lowers trust. Checks never raise for what a peer sent: an exception
-in a check is our bug. Not for: deciding what a failure costs its author (`node/weight/trust.py`).
+in a check is our bug. Not for: deciding what a failure costs its author (`node/peers/trust.py`).
 """
 
 from __future__ import annotations

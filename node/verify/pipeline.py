@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from node.clock import Clock
-from node.compute import Compute
+from node.compute import Compute, Lane
 from node.events import CheckCount, CheckOutcome
 from node.rollout.environment import Prompt
 from node.verify.base import ACCEPT, Candidate, Check, Decision, Item, Judgement, Sighting, Verdict, reject
@@ -196,7 +196,7 @@ class Verifier:
         now_ms = self._clock.now_ms()
         if len(candidate.body) <= INLINE_BODY_BYTES:
             return self._schema.open(candidate, now_ms)
-        return await self._compute.run("verify", self._schema.open, candidate, now_ms)
+        return await self._compute.run(Lane.VERIFY, self._schema.open, candidate, now_ms)
 
     async def _judge_dear(self, item: Item, outcomes: list[CheckOutcome]) -> Verdict:
         # Remembered before the first await, so that a copy judged meanwhile meets it; forgotten unless
@@ -205,7 +205,7 @@ class Verifier:
         self._copies.remember(item.group, item.tokens, item.arrived_at)
         accepted = judged = False
         try:
-            verdict = await self._compute.run("verify", run_checks, self._dear, item, outcomes)
+            verdict = await self._compute.run(Lane.VERIFY, run_checks, self._dear, item, outcomes)
             accepted = verdict.decision is Decision.ACCEPT
             judged = accepted or verdict.blames_author
             return verdict

@@ -11,14 +11,14 @@ from collections.abc import Callable
 
 from node.clock import Clock
 from node.events import EventBus, GroupJudged, inert
+from node.peers.book import PeerBook
+from node.peers.trust import Hardness, TrustBook
 from node.share.collect import Fetched
-from node.share.peers import PeerBook
 from node.share.pool import PooledGroup, ReplayPool
 from node.supervise import StageGauge
 from node.verify.base import Candidate, Judgement
 from node.verify.pipeline import Verifier
 from node.weight.answered import AnsweredPrompts
-from node.weight.trust import Hardness, TrustBook
 from protocol.messages import PeerId
 
 __all__ = ["VerifyStage"]

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from safetensors.numpy import load_file, save_file
 
-from node.broadcast.bf16 import U16, to_bits
 from node.rollout.engine.base import GenerationRequest
 from node.rollout.engine.transformers import TransformersEngine
 from node.rollout.policy import Policy
 from node.train.settings import TrainSettings
+from node.weights.chain.bf16 import U16, to_bits
 from protocol.messages import Sampling
 from swarm_cli.bench.measure import Say
 

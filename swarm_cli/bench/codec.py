@@ -27,9 +27,9 @@ from typing import Any
 
 import numpy as np
 
-from node.broadcast.bf16 import U16, to_tensors
 from node.rollout.engine.transformers import TransformersEngine
 from node.rollout.policy import Policy
+from node.weights.chain.bf16 import U16, to_tensors
 from protocol import delta
 from swarm_cli.bench._codec_updates import STEPS, Update, UpdateKind, make_update
 from swarm_cli.bench._codec_yardsticks import bound_bytes, need_zstandard, pulse_like_bytes

@@ -79,8 +79,8 @@ def codec(
     settings = resolve(config, setting, home, policy__path=policy_path)
     fetch_missing(settings)
 
-    from node.paths import Home
     from node.rollout.policy import Policy
+    from node.state.paths import Home
     from swarm_cli.bench.codec import FULL, QUICK, bench_codec
 
     policy = Policy.open(settings.policy.folder(settings.home))
@@ -174,7 +174,7 @@ def staleness(
         raise typer.BadParameter("--quick and --full exclude each other")
     settings = resolve(None, None, home)
 
-    from node.paths import Home
+    from node.state.paths import Home
     from swarm_cli.bench.staleness import plot
     from swarm_cli.bench.staleness.bench import FULL, QUICK, bench_staleness
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from node.paths import bundled
+from node.state.paths import bundled
 from swarm_cli.options import ConfigFiles, HomeOption, Settings, resolve
 from swarm_cli.output import write_json
 

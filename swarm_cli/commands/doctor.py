@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from node.paths import Home
+from node.state.paths import Home
 from protocol.errors import ConfigError, KeyFileError, SwarmError
 from swarm_cli.options import ConfigFiles, HomeOption, JsonOption, Settings, resolve
 from swarm_cli.output import out, write_json
@@ -139,7 +139,7 @@ def check_imports() -> Finding:
 
 def check_home(home: Home, free_bytes: int) -> Finding:
     """The home can be written, its socket path is short enough, nobody runs in it, and there is room."""
-    from node.lock import is_held
+    from node.state.lock import is_held
 
     detail = f"{home.root}, {free_bytes / 2**30:.1f} GiB free"
     if not os.access(_existing(home.root), os.W_OK | os.X_OK) or not _existing(home.root).is_dir():
@@ -157,7 +157,7 @@ def check_home(home: Home, free_bytes: int) -> Finding:
 
 def check_key(path: Path) -> Finding:
     """The identity key can be used, or is not made yet."""
-    from node.keys import load_key
+    from node.state.keys import load_key
 
     if not os.path.lexists(path):
         return Finding("key", True, f"no key yet; the first run makes {path}")

@@ -30,7 +30,7 @@ def join(
         raise ConfigError(f"network.transport is {resolved.network.transport!r}; joining needs 'hivemind'")
     from node.events import inert
     from node.main import fetch_charter_from
-    from node.paths import Home
+    from node.state.paths import Home
     from node.transport import peer_id_of
     from protocol.charter import swarm_id
 

@@ -10,7 +10,7 @@ from swarm_cli.options import HomeOption, JsonOption, resolve
 from swarm_cli.output import write_json
 
 if TYPE_CHECKING:
-    from node.paths import Home
+    from node.state.paths import Home
 
 __all__ = ["app"]
 
@@ -20,7 +20,7 @@ app = typer.Typer(no_args_is_help=True)
 @app.command()
 def new(home: HomeOption = None, json: JsonOption = False) -> None:
     """Create the identity key (mode 0600); refuses to overwrite one."""
-    from node.keys import create_key
+    from node.state.keys import create_key
 
     place = _home(home).create()
     _tell(create_key(place.key).peer_id, str(place.key), json)
@@ -29,14 +29,14 @@ def new(home: HomeOption = None, json: JsonOption = False) -> None:
 @app.command()
 def show(home: HomeOption = None, json: JsonOption = False) -> None:
     """Show the peer id of this node's key."""
-    from node.keys import load_key
+    from node.state.keys import load_key
 
     place = _home(home)
     _tell(load_key(place.key).peer_id, str(place.key), json)
 
 
 def _home(home: HomeOption) -> Home:
-    from node.paths import Home
+    from node.state.paths import Home
 
     return Home(resolve(None, None, home).home)
 

@@ -90,7 +90,7 @@ def fetch_missing(config: NodeConfig) -> None:
 
 def _get(what: str, home: Path, *, name: str | None = None, deadline_s: float = DOWNLOAD_S) -> ModelReport:
     from node.models import get_model
-    from node.paths import Home
+    from node.state.paths import Home
 
     with Progress(
         SpinnerColumn(),

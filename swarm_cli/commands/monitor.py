@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from node.paths import Home, RunDir, default_home
+from node.state.paths import Home, RunDir, default_home
 from protocol.errors import ConfigError
 
 if TYPE_CHECKING:

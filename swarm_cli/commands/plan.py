@@ -1,7 +1,7 @@
 """`swarm plan`: how many followers keep this learner busy, how often to publish, and how stale that makes
 groups.
 
-    flags > metrics.jsonl of a run, its config.json --> Load --node.broadcast.provision--> table or JSON
+    flags > metrics.jsonl of a run, its config.json --> Load --node.weights.follow.provision--> table or JSON
 
 Reads files and computes; no node need run, and none is changed. A run's newest attempt is measured, its last
 `WINDOW` steps. Not for choosing which node follows which: followers do that themselves.
@@ -21,15 +21,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from node.paths import Home
+from node.state.paths import Home
 from protocol.errors import ConfigError
 from swarm_cli.options import HomeOption, JsonOption, resolve
 from swarm_cli.output import err, out, write_json
 
 if TYPE_CHECKING:
-    from node.broadcast.provision import Load, Provision, Worker
     from node.events import Event, StepDone, VersionPublished
-    from node.paths import RunDir
+    from node.state.paths import RunDir
+    from node.weights.follow.provision import Load, Provision, Worker
 
 __all__ = ["Measured", "measure", "plan"]
 
@@ -92,7 +92,7 @@ def plan(
     Exit codes: 0 the plan keeps the learner busy, 1 none does (no publish interval within the staleness, or
     too few workers: then the best is shown), 2 wrong or missing input.
     """
-    from node.broadcast.provision import Load, Worker, provision
+    from node.weights.follow.provision import Load, Worker, provision
 
     place = Home(resolve(None, None, home).home).run(run)
     measured = measure(place.metrics)
@@ -248,7 +248,7 @@ def _complete(values: dict[str, float | None], place: RunDir) -> dict[str, float
 
 def _workers(texts: Sequence[str]) -> list[Worker]:
     """`NAME:RATE[:COST]`, rate in groups a second. Raises ConfigError."""
-    from node.broadcast.provision import Worker
+    from node.weights.follow.provision import Worker
 
     found: dict[str, Worker] = {}
     for text in texts:
@@ -270,7 +270,7 @@ def _workers(texts: Sequence[str]) -> list[Worker]:
 
 def _facts(load: Load, measured: Measured, best: Provision) -> dict[str, Any]:
     """What `--json` prints. Shares are of the learner's time, rates groups a second."""
-    from node.broadcast.provision import busy_share
+    from node.weights.follow.provision import busy_share
 
     alone = busy_share(load, load.own_groups_per_s, 0.0, 1)
     own = min(max(1, math.floor(load.own_groups_per_s * load.pace_s + 1e-9)), math.ceil(load.groups))

@@ -67,7 +67,7 @@ def _of_the_run(
     files: list[Path] | None, settings: list[str] | None, home: Path | None, **flags: str | None
 ) -> NodeConfig:
     """Without `--config`, what the run itself was started with."""
-    from node.paths import Home
+    from node.state.paths import Home
 
     resolved = resolve(files, settings, home, **flags)
     kept = Home(resolved.home).run(resolved.run).config

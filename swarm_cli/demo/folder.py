@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from node.lock import hold, is_held
+from node.state.lock import hold, is_held
 from protocol.errors import ConfigError
 
 __all__ = ["demo_folder", "remove_orphans"]

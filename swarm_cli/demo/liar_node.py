@@ -21,9 +21,8 @@ from node.build import load_charter, open_engine, open_environments, open_policy
 from node.clock import Clock, SystemClock
 from node.compute import ThreadCompute
 from node.config import NodeConfig, load_config
-from node.events import EventBus
-from node.keys import load_key
-from node.paths import Home
+from node.events import EventBus, NoticeLevel
+from node.peers.presence import Presence
 from node.rollout.admission import Admission
 from node.rollout.engine.base import Engine
 from node.rollout.policy import Policy
@@ -33,9 +32,10 @@ from node.rollout.worker import RolloutWorker
 from node.sandbox.scorer import Scorer
 from node.share.collect import fetch_body
 from node.share.gossip import Gossip
-from node.share.presence import Presence
 from node.share.publish import Publisher
-from node.state import MemorySequence, MemoryWindows
+from node.state.keys import load_key
+from node.state.paths import Home
+from node.state.stores import MemorySequence, MemoryWindows
 from node.supervise import StageGauge, run_stages
 from node.transport import open_transport
 from node.transport.base import Transport
@@ -213,7 +213,7 @@ async def _run(config: NodeConfig) -> None:
         await transport.close()
 
 
-def _log_notice(level: str, text: str) -> None:
+def _log_notice(level: NoticeLevel, text: str) -> None:
     log.log(logging.WARNING if level == "warning" else logging.INFO, text)
 
 

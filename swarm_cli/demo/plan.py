@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from node.config import NodeConfig, load_config
-from node.keys import create_key
-from node.paths import Home, bundled
-from node.state import write_atomically
+from node.state.keys import create_key
+from node.state.paths import Home, bundled
+from node.state.stores import write_atomically
 from protocol.charter import charter_bytes, found
 from protocol.errors import ConfigError
 from protocol.identity import Identity

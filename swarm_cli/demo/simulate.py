@@ -22,12 +22,12 @@ from node.build import (
     require_strength,
 )
 from node.clock import VirtualClock, run_virtual
-from node.compute import InlineCompute
+from node.compute import InlineCompute, Lane
 from node.core import NodeCore
-from node.events import Event, EventBus, Notice
+from node.events import Event, EventBus, Notice, NoticeLevel
 from node.node import Node
 from node.sandbox.scorer import Scorer
-from node.state import MemorySequence, MemoryWindows
+from node.state.stores import MemorySequence, MemoryWindows
 from node.supervise import sole_cause
 from node.telemetry import JsonlSink
 from node.transport.links import LINKS
@@ -40,7 +40,13 @@ from swarm_cli.demo.plan import DemoPlan, PlannedNode
 
 __all__ = ["simulate"]
 
-COSTS_S = {"generate": 0.15, "train": 0.2, "score": 0.005, "verify": 0.01, "evaluate": 1.0}
+COSTS_S = {
+    Lane.GENERATE: 0.15,
+    Lane.TRAIN: 0.2,
+    Lane.SCORE: 0.005,
+    Lane.VERIFY: 0.01,
+    Lane.EVALUATE: 1.0,
+}
 STOP_AFTER_S = 3.0
 """Virtual seconds in which the last node's announcements still reach the others."""
 
@@ -107,8 +113,10 @@ async def _build(
     bus.subscribe(sink)
     bus.subscribe(lambda event: show(planned.config.name, event))
 
-    def notice(level: str, text: str) -> None:
-        if level == "info":  # such as the memory plan, which two runs of the same seed need not share
+    def notice(level: NoticeLevel, text: str) -> None:
+        if (
+            level == NoticeLevel.INFO
+        ):  # such as the memory plan, which two runs of the same seed need not share
             return
         bus.emit(Notice(at=clock.now_ms(), level=level, text=text))
 

@@ -33,7 +33,7 @@ from protocol.codec import decode, encode
 from protocol.errors import DeadlineError, TransportError
 from protocol.messages import ChunkedBlob, ChunksReply, ChunksRequest
 from protocol.topics import CHUNKS_PROTOCOL
-from tests.node.broadcast.simulation import Node, peer_id_of
+from tests.node.weights.simulation import Node, peer_id_of
 
 KIB = 1 << 10
 CHUNK = 16 * KIB

@@ -11,10 +11,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from node.broadcast.bf16 import U16
 from node.clock import VirtualClock, run_virtual
 from node.transport.base import Stream
 from node.transport.memory import MemoryNetwork
+from node.weights.chain.bf16 import U16
 from protocol.codec import decode, encode
 from protocol.constants import MAX_CHAIN_LINKS
 from protocol.delta import encode as encode_delta
@@ -23,8 +23,8 @@ from protocol.errors import TransportError
 from protocol.links import MAX_SIGNED_LINK_BYTES, sign_link
 from protocol.messages import ChainReply, ChainRequest, ChunkedBlob, LinkKind, SignedLink, WeightsLink
 from protocol.topics import CHAIN_PROTOCOL
-from tests.node.broadcast.lineage import SWARM, Member, Weights, identity_of, lineage_of
-from tests.node.broadcast.simulation import inline
+from tests.node.weights.lineage import SWARM, Member, Weights, identity_of, lineage_of
+from tests.node.weights.simulation import inline
 
 pytestmark = pytest.mark.usefixtures("compiled_delta")
 

@@ -11,9 +11,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from node.broadcast.merge_set import sign_removal
 from node.clock import run_virtual
 from node.transport.base import Stream
+from node.weights.merge.contributions import sign_removal
 from protocol.codec import decode, encode
 from protocol.constants import MAX_CONTRIBUTIONS
 from protocol.delta import encode as encode_delta
@@ -34,8 +34,8 @@ from protocol.messages import (
     WeightsLink,
 )
 from protocol.topics import MERGE_PROTOCOL
-from tests.node.broadcast.lineage import SWARM, identity_of, lineage_of
-from tests.node.broadcast.merging import EVERY, RULE, SETTLE_S, WINDOW_MS, Swarm, Trainer
+from tests.node.weights.lineage import SWARM, identity_of, lineage_of
+from tests.node.weights.merging import EVERY, RULE, SETTLE_S, WINDOW_MS, Swarm, Trainer
 
 pytestmark = pytest.mark.usefixtures("compiled_merge")
 

@@ -22,8 +22,8 @@ import msgpack
 import msgspec
 import pytest
 
-from node.keys import create_key, load_key
-from node.state import ReplayStore
+from node.state.keys import create_key, load_key
+from node.state.stores import ReplayStore
 from protocol import messages as m
 from protocol.charter import decode_charter
 from protocol.codec import decode, encode, framed

@@ -9,8 +9,8 @@ import pytest
 
 from node.budget import GIB, BudgetError, Machine, MemoryPlan, ModelFacts, Wishes, plan_memory
 from node.config import load_config
-from node.paths import bundled
 from node.rollout.policy import Policy
+from node.state.paths import bundled
 from protocol.charter import found
 from protocol.errors import ConfigError
 from protocol.identity import Identity

@@ -20,12 +20,12 @@ from node.build import (
     train_settings,
 )
 from node.config import NodeConfig, load_config
-from node.paths import Home, bundled
 from node.rollout.adapter import AdapterSpec
 from node.rollout.engine.base import EngineError
 from node.rollout.engine.fallback import FallbackEngine
 from node.rollout.engine.transformers import TransformersEngine
 from node.rollout.policy import Policy
+from node.state.paths import Home, bundled
 from node.train.checkpoint import CheckpointState
 from node.train.ess_scaling import EssScaling
 from node.train.slow_fast import SlowFastSettings

@@ -14,7 +14,7 @@ import pydantic
 import pytest
 
 from node.config import NodeConfig, load_config
-from node.paths import default_home
+from node.state.paths import default_home
 from protocol.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -300,7 +300,7 @@ def test_the_charter_of_smollm2_fits_the_model_that_is_got() -> None:
 
 @pytest.mark.slow
 def test_configuration_events_and_paths_start_without_torch() -> None:
-    modules = "node.config, node.events, node.paths, node.telemetry"
+    modules = "node.config, node.events, node.state.paths, node.telemetry"
     heavy = "{'torch', 'transformers', 'hivemind', 'numpy', 'reasoning_gym'}"
     code = f"import sys, {modules}; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -33,14 +33,14 @@ from node.events import (
 )
 from node.follower import Follower
 from node.node import NodeParts
+from node.peers.trust import load_standings
 from node.rollout.adapter import AdapterSpec
 from node.rollout.engine.transformers import TransformersEngine
 from node.rollout.policy import Policy
 from node.train.step import Trainer
-from node.weight.trust import load_standings
 from protocol.errors import ConfigError
-from tests.node.broadcast.test_engine import Drifting
 from tests.node.toy import COSTS_S, Toy, ToySwarm
+from tests.node.weights.test_engine_sync import Drifting
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compiled_delta")]
 

@@ -19,10 +19,10 @@ from node.config import NodeConfig, load_config
 from node.events import Event
 from node.main import _EngineNotices, _run
 from node.node import NodeParts
-from node.paths import Home, bundled
 from node.rollout.adapter import load_adapter
 from node.rollout.engine.base import TokenSequence
 from node.sandbox.scorer import Scorer
+from node.state.paths import Home, bundled
 from node.train.checkpoint import save_checkpoint
 from protocol.charter import found
 from protocol.identity import Identity

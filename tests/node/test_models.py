@@ -19,8 +19,8 @@ import pytest
 
 from node import models
 from node.models import KNOWN_MODELS, KnownModel, get_model
-from node.paths import Home
 from node.rollout.policy import Policy
+from node.state.paths import Home
 from protocol.errors import ModelError
 
 

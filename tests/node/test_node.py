@@ -33,13 +33,13 @@ from node.events import (
     encode_event,
 )
 from node.node import NodeParts
-from node.paths import Home
+from node.peers.trust import load_standings
 from node.rollout.engine.transformers import TransformersEngine
 from node.rollout.environment import Prompt
 from node.rollout.policy import Policy
+from node.state.paths import Home
 from node.train.checkpoint import resume
 from node.train.groups import OWN_SOURCE
-from node.weight.trust import load_standings
 from protocol.charter import swarm_id
 from protocol.errors import ModelError
 from protocol.messages import PromptRef

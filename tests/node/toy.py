@@ -24,7 +24,7 @@ from node.rollout.environment import Completion, Prompt, Score
 from node.rollout.policy import Policy
 from node.sandbox.scorer import FailureReason, ScoredGroup, ScoreFailure, Scorer
 from node.sandbox.strength import SandboxReport, SandboxStrength
-from node.state import MemorySequence, MemoryWindows
+from node.state.stores import MemorySequence, MemoryWindows
 from node.train.settings import TrainSettings
 from node.train.step import Trainer
 from node.transport.links import LINKS

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from node.events import BlobStatus, NodeStarted, PeersSeen, StagesSeen, StageStatus, WeightsSeen
-from node.paths import Home
+from node.state.paths import Home
 from node.telemetry import SocketSink
 from swarm_cli import snapshot
 from swarm_cli.commands import status

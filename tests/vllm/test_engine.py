@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from node.broadcast.follower_probe import FollowerProbe
 from node.config import VllmConfig
 from node.rollout.engine.base import EngineError, GenerationRequest, TokenSequence
 from node.rollout.engine.parity import ParityProbe, parity, probe_sequences
 from node.rollout.engine.transformers import TransformersEngine
 from node.rollout.engine.vllm import VllmEngine
 from node.rollout.policy import Policy
+from node.weights.follow.probe import FollowerProbe
 from protocol.messages import FinishReason, Rollout, Sampling
 
 QUESTIONS = ("spell abc backward", "1 + 2", "sort 3 1 2")

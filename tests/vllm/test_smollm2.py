@@ -20,11 +20,11 @@ import pytest
 
 from node.config import VllmConfig
 from node.models import KNOWN_MODELS, ModelReport, get_model
-from node.paths import Home
 from node.rollout.engine.base import Engine, GenerationRequest
 from node.rollout.engine.transformers import TransformersEngine
 from node.rollout.engine.vllm import VllmEngine
 from node.rollout.policy import Policy
+from node.state.paths import Home
 from node.train.checkpoint import read_state
 from protocol.errors import ModelError
 from protocol.messages import Sampling

@@ -31,6 +31,7 @@ from typing import Any, TypeVar
 
 import psutil
 
+from node.events import NoticeLevel
 from node.rollout.engine._vllm_plugin import PLUGIN
 from node.rollout.engine.base import EngineError
 from protocol.errors import ConfigError, ModelError
@@ -90,7 +91,7 @@ class VllmProcess:
         *,
         start_timeout_s: float,
         deadline_s: float,
-        notice: Callable[[str, str], None],
+        notice: Callable[[NoticeLevel, str], None],
         closing: threading.Event | None = None,
     ) -> None:
         self._deadline_s = deadline_s
@@ -127,7 +128,7 @@ class VllmProcess:
                 )
             if now_s - told_s >= PROGRESS_S:
                 told_s = now_s
-                notice("info", f"vLLM is loading the model ({waited_s:.0f} s so far)")
+                notice(NoticeLevel.INFO, f"vLLM is loading the model ({waited_s:.0f} s so far)")
         ready.result()
 
     # --- the thread ----------------------------------------------------------------------------------------

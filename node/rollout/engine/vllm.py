@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from node.config import VllmConfig
+from node.events import NoticeLevel
 from node.rollout.adapter import AdapterSpec
 from node.rollout.engine._vllm_adapters import Adapter, AdapterFolders, lora_arguments
 from node.rollout.engine._vllm_arguments import shared_arguments
@@ -81,7 +82,7 @@ class VllmEngine(Engine):
         sleeps: bool = False,
         seed: int = 0,
         policy_version: int = 0,
-        notice: Callable[[str, str], None] | None = None,
+        notice: Callable[[NoticeLevel, str], None] | None = None,
     ) -> None:
         require_vllm()
         self.dtype = settings.dtype
@@ -202,7 +203,9 @@ class VllmEngine(Engine):
             except Exception as error:
                 life.process.raise_if_dead()
                 self._mirror.forget()
-                self._notice("warning", f"an update of the engine failed and is sent whole: {error}")
+                self._notice(
+                    NoticeLevel.WARNING, f"an update of the engine failed and is sent whole: {error}"
+                )
                 await life.patch(self._mirror.everything(fitted), policy_version, self.dtype, whole=True)
         except EngineDied:
             raise
@@ -344,7 +347,7 @@ class VllmEngine(Engine):
             now_s = time.monotonic()
             self._deaths = [at_s for at_s in self._deaths if now_s - at_s < DEATHS_COUNT_S] + [now_s]
             self._cause = cause
-            self._notice("warning", f"{cause}; it is started again with version {self._version}")
+            self._notice(NoticeLevel.WARNING, f"{cause}; it is started again with version {self._version}")
             life.process.close()
 
     def _born(self) -> Life:
@@ -421,7 +424,7 @@ class VllmEngine(Engine):
         chosen = self._settings.max_context
         if self.context < chosen != VllmConfig.model_fields["max_context"].default:
             self._notice(
-                "info",
+                NoticeLevel.INFO,
                 f"vllm.max_context {chosen} is more than the {self.context} positions of "
                 f"{self._policy.path}; {self.context} are used",
             )
@@ -474,5 +477,5 @@ async def _score(life: Life, sequence: TokenSequence) -> NDArray[np.float32]:
     return scored
 
 
-def _log_notice(level: str, text: str) -> None:
+def _log_notice(level: NoticeLevel, text: str) -> None:
     logger.log(logging.WARNING if level == "warning" else logging.INFO, text)

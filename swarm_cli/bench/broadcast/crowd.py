@@ -31,7 +31,7 @@ __all__ = ["Crowd", "Trace", "gathered"]
 
 _HEAVY = [
     "node.transport.hivemind",
-    "node.broadcast.exchange",
+    "node.weights.exchange.exchange",
     "swarm_cli.app",
     "swarm_cli.bench.broadcast.swarm",
 ]

@@ -1,9 +1,9 @@
 """Ways of broadcasting over the network of a real node (`p2pd`): our exchange of chunks, and plain unicast.
 
-Exchange: `node/broadcast/exchange.py` as in a node, every node a provider to every other. Unicast: the source
-sends the whole blob to each receiver at once, over one stream each of the same network; what a trainer would
-do that has no exchange. Both know the blob's description before the start, as from a signed link, and hash
-what they get before they count as done.
+Exchange: `node/weights/exchange/exchange.py` as in a node, every node a provider to every other. Unicast: the
+source sends the whole blob to each receiver at once, over one stream each of the same network; what a trainer
+would do that has no exchange. Both know the blob's description before the start, as from a signed link, and
+hash what they get before they count as done.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from node.broadcast.exchange import Exchange
-from node.broadcast.rate import RateLimit
-from node.broadcast.store import WeightsStore
 from node.clock import SystemClock
-from node.keys import load_or_create_key
+from node.state.keys import load_or_create_key
 from node.transport import open_transport, peer_id_of
 from node.transport.base import Stream, Transport, TransportLimits
+from node.weights.exchange.exchange import Exchange
+from node.weights.exchange.rate import RateLimit
+from node.weights.exchange.store import WeightsStore
 from protocol.errors import DeadlineError, TransportError
 from protocol.messages import ChunkedBlob, Digest, PeerId
 from swarm_cli.bench.broadcast.peer import Member, Place

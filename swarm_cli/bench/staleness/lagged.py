@@ -20,9 +20,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from node.paths import bundled
 from node.rollout.engine.base import TokenSequence
 from node.rollout.policy import Policy
+from node.state.paths import bundled
 from node.train.batch import TrainingBatch, collate
 from node.train.ess_scaling import EssScaling
 from node.train.ewma import Ewma

@@ -22,8 +22,8 @@ from statistics import fmean
 import msgspec
 import numpy as np
 
-from node.paths import bundled
 from node.rollout.policy import Policy
+from node.state.paths import bundled
 from node.train.batch import collate
 from node.train.groups import OWN_SOURCE, TrainingGroup, TrainingRollout, external_group, own_group
 from node.train.objectives import open_objective

@@ -7,7 +7,7 @@ from rich.text import Text
 from textual.events import Resize
 from textual.widgets import Static
 
-from node.events import Notice
+from node.events import Notice, NoticeLevel
 from swarm_cli.dashboard.text import BAD, DIM, INFO, WARN, cut, since
 from swarm_cli.dashboard.view import NodeView
 
@@ -44,7 +44,7 @@ class NoticeLog(Static):
         lines = [_line(notice, start, cells) for notice in self._view.notices]
         if (stopped := self._view.stopped) is not None:
             text = f"stopped after {stopped.steps} steps: {stopped.reason}"
-            lines.append(_line(Notice(at=stopped.at, level="info", text=text), start, cells))
+            lines.append(_line(Notice(at=stopped.at, level=NoticeLevel.INFO, text=text), start, cells))
         if self._view.malformed:
             text = f"lines of this feed that could not be read, skipped: {self._view.malformed}"
             lines.append((Text(""), Text("feed", WARN), Text(cut(text, cells))))

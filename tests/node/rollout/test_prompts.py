@@ -11,7 +11,7 @@ from node.clock import VIRTUAL_EPOCH_MS, VirtualClock, run_virtual
 from node.rollout import prompts
 from node.rollout.environment import Completion, Prompt, Score
 from node.rollout.prompts import PromptFeed, Universe
-from node.state import MemoryWindows, WindowStore
+from node.state.stores import MemoryWindows, WindowStore
 from protocol.charter import found, swarm_id
 from protocol.messages import Charter
 from protocol.prompts import environment_of, is_held_out, slots

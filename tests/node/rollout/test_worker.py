@@ -25,7 +25,7 @@ from node.rollout.scoring import OwnScorer
 from node.rollout.worker import OwnGroup, RolloutWorker, completions_of, make_group, request_seed
 from node.sandbox.scorer import FailureReason, Scorer
 from node.share.publish import announce
-from node.state import MemoryWindows
+from node.state.stores import MemoryWindows
 from node.supervise import StageGauge, sole_cause
 from protocol.charter import swarm_id
 from protocol.messages import FinishReason, Lineage, PromptRef, Rollout, RolloutGroup, Sampling

@@ -12,8 +12,8 @@ import torch
 
 from node.build import train_settings
 from node.config import load_config
-from node.paths import bundled
 from node.rollout.policy import Policy
+from node.state.paths import bundled
 from node.train.batch import collate
 from node.train.groups import TrainingRollout, external_group, own_group
 from node.train.objectives import Aggregation

@@ -9,7 +9,7 @@ import pytest
 
 from node.build import train_settings
 from node.config import OwnObjective, WeightConfig, load_config
-from node.paths import bundled
+from node.state.paths import bundled
 from node.train.objectives import (
     EVERY_TRAINER,
     Aggregation,

@@ -18,11 +18,12 @@ import torch
 from node.clock import SystemClock, VirtualClock, run_virtual
 from node.compute import Compute, InlineCompute, ThreadCompute
 from node.events import Event, EventBus, Notice, SourceShare, StepDone, decode_event, encode_event
+from node.peers.book import PeerBook
+from node.peers.trust import Hardness, TrustBook
 from node.rollout.engine.base import TokenSequence
 from node.rollout.engine.transformers import TransformersEngine
 from node.rollout.policy import Policy
 from node.rollout.worker import OwnGroup
-from node.share.peers import PeerBook
 from node.share.pool import PooledGroup, ReplayPool
 from node.supervise import StageGauge
 from node.train import prepare
@@ -33,7 +34,6 @@ from node.train.stability import RollBack
 from node.train.stage import StagePlan, TrainStage
 from node.train.step import StepReport, Trainer
 from node.weight.answered import AnsweredPrompts
-from node.weight.trust import Hardness, TrustBook
 from protocol.messages import (
     Announcement,
     FinishReason,

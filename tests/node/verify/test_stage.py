@@ -13,17 +13,17 @@ import pytest
 from node.clock import run_virtual
 from node.compute import InlineCompute
 from node.events import Event, EventBus, GroupJudged
+from node.peers.book import PeerBook
+from node.peers.trust import TrustBook
 from node.sandbox.scorer import FailureReason
 from node.share.collect import Fetched
 from node.share.gossip import Heard
-from node.share.peers import PeerBook
 from node.share.pool import ReplayPool
 from node.supervise import StageGauge
 from node.verify.base import BLAMELESS_REASONS, Candidate, Judgement
 from node.verify.pipeline import Verifier
 from node.verify.stage import UNCERTAIN_REASONS, VerifyStage
 from node.weight.answered import AnsweredPrompts
-from node.weight.trust import TrustBook
 from protocol.messages import PromptRef, RolloutGroup
 from tests.node.verify.world import (
     EOS,

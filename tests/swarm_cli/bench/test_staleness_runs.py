@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from node.paths import bundled
 from node.rollout.engine.base import TokenSequence
 from node.rollout.engine.transformers import TransformersEngine
 from node.rollout.policy import Policy
 from node.rollout.tiny import MAX_NEW_TOKENS
+from node.state.paths import bundled
 from protocol.errors import ModelError, OurFault
 from protocol.prompts import is_held_out
 from swarm_cli.bench.staleness import answers as answers_module

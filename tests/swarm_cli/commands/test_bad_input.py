@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from node.keys import create_key, load_key
-from node.lock import hold
-from node.paths import bundled
+from node.state.keys import create_key, load_key
+from node.state.lock import hold
+from node.state.paths import bundled
 from protocol.charter import charter_bytes, found
 from protocol.codec import encode
 from protocol.constants import PROTOCOL_VERSION

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from node.keys import load_key
+from node.state.keys import load_key
 from tests.swarm_cli.conftest import Swarm
 
 

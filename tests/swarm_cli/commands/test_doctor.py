@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from node.config import load_config
-from node.keys import create_key
-from node.lock import hold
-from node.paths import Home
+from node.state.keys import create_key
+from node.state.lock import hold
+from node.state.paths import Home
 from swarm_cli.commands import doctor
 from swarm_cli.commands.doctor import Finding
 from tests.swarm_cli.conftest import Swarm

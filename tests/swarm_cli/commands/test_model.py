@@ -10,8 +10,8 @@ import pytest
 
 import node.models
 from node.config import NodeConfig, load_config
-from node.paths import default_home
 from node.rollout.policy import Policy
+from node.state.paths import default_home
 from protocol.errors import ConfigError
 from swarm_cli.commands.model import fetch_missing
 from tests.swarm_cli.conftest import Swarm

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from node.config import load_config
-from node.keys import load_key
-from node.paths import bundled
 from node.rollout.environment import DEMO_ENVIRONMENTS
+from node.state.keys import load_key
+from node.state.paths import bundled
 from protocol.charter import decode_charter, swarm_id
 from protocol.codec import digest
 from protocol.errors import ConfigError

@@ -1,0 +1,199 @@
+"""Exchange of blobs in chunks between peers: every node takes what it wants and gives what it has (D8).
+
+Participants: the node that made a blob, nodes that want it, and strangers. Goals: the time to reach n nodes
+is near size / bandwidth, and the source sends little more than one copy; any node may vanish or join at any
+time; no byte is kept or passed on before its hash matched; every wait ends; a blob is never in memory as a
+whole. Non-goals: what blobs mean, which of them to fetch, and who is believed to have them.
+
+    fetch --> Download (one per blob) --streams--> other nodes' Uploads
+    others' streams --> Uploads --> StoredBlob
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import random
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from node.clock import Clock
+from node.transport.base import Transport
+from node.transport.limits import MAX_BUGS_TOLD, FirstTimes
+from node.weights.exchange.download import Download
+from node.weights.exchange.rate import RateLimit, tally
+from node.weights.exchange.store import StoredBlob, WeightsStore
+from node.weights.exchange.upload import SESSION_S, Uploads
+from protocol.errors import DeadlineError, LocalProtocolError
+from protocol.messages import ChunkedBlob, Digest, PeerId
+from protocol.topics import CHUNKS_PROTOCOL
+
+__all__ = ["BlobProgress", "Exchange"]
+
+logger = logging.getLogger(__name__)
+
+_BLOBS_PER_PEER = 4
+"""Blobs that one peer is asked for at a time: half of the streams that it allows us."""
+_REMEMBERED_BANS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class BlobProgress:
+    """How far one fetch is: chunks in all and here, peers connected for it, and its rate."""
+
+    root: Digest
+    chunks: int
+    have: int
+    peers: int
+    down_bytes_per_s: float
+
+
+@dataclass(slots=True)
+class _Running:
+    download: Download
+    task: asyncio.Task[StoredBlob]
+    waiting: int = 0
+
+
+class Exchange:
+    """A node's exchange of blobs. `providers(root)` lists peers that may have a blob, and is asked every
+    second; `failed(peer, reason)` hears what peers do wrong. Caps in Mbit/s (0: none) hold over all blobs.
+    `upload_slots` chunks at least may be on their way to others at a time. `run_blocking` runs slow disk work
+    off the event loop."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        store: WeightsStore,
+        *,
+        providers: Callable[[Digest], Sequence[PeerId]],
+        failed: Callable[[PeerId, str], None],
+        clock: Clock,
+        rng: random.Random,
+        upload_mbit: float = 0.0,
+        download_mbit: float = 0.0,
+        upload_slots: int = 4,
+        run_blocking: Callable[..., Awaitable[Any]] = asyncio.to_thread,
+    ) -> None:
+        self._transport = transport
+        self._store = store
+        self._providers = providers
+        self._failed = failed
+        self._clock = clock
+        self._rng = rng
+        self._download_limit = RateLimit(download_mbit)
+        self._run_blocking = run_blocking
+        self._downloaded: Counter[PeerId] = Counter()
+        self._bans: OrderedDict[tuple[Digest, PeerId], None] = OrderedDict()
+        self._bugs = FirstTimes(MAX_BUGS_TOLD)
+        self._running: dict[Digest, _Running] = {}
+        self._uploads = Uploads(store, RateLimit(upload_mbit), upload_slots, failed, clock, rng)
+        transport.serve(CHUNKS_PROTOCOL, self._uploads.serve, deadline_s=SESSION_S + 60)
+
+    @property
+    def uploaded(self) -> Counter[PeerId]:
+        """Bytes of chunks sent, by the peer that took them."""
+        return self._uploads.uploaded
+
+    @property
+    def downloaded(self) -> Counter[PeerId]:
+        """Bytes of verified chunks, by the peer that sent them."""
+        total = self._downloaded.copy()
+        for running in self._running.values():
+            total.update(running.download.downloaded)
+        return total
+
+    async def fetch(self, blob: ChunkedBlob, timeout_s: float) -> StoredBlob:
+        """The blob, complete and durable, from whoever has it; begins with what the store has. Raises
+        DeadlineError after `timeout_s`, DecodeError or LimitError (blob_size) for a description that nobody
+        should have signed, OurFault when the disk does not take it. What arrived stays for the next
+        attempt."""
+        self._store.require_small(blob)
+        stored = self._store.get(blob.root)
+        if stored is not None and stored.complete and blob.root not in self._running:
+            await self._run_blocking(stored.seal)
+            return stored
+        running = self._running.get(blob.root)
+        if running is None:
+            running = self._running[blob.root] = self._start(blob)
+        running.waiting += 1
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await asyncio.shield(running.task)
+        except TimeoutError:
+            raise DeadlineError(self._waiting_for(running.download), timeout_s) from None
+        finally:
+            running.waiting -= 1
+            if not running.waiting:
+                if self._running.get(blob.root) is running:
+                    del self._running[blob.root]
+                running.task.cancel()
+                await asyncio.gather(running.task, return_exceptions=True)
+                for peer_id, count in running.download.downloaded.items():
+                    tally(self._downloaded, peer_id, count)
+
+    def seed(self, root: Digest) -> None:
+        """A blob made here is about to be asked for by many: give each chunk to one of them first. Raises
+        LocalProtocolError when it is not here as a whole."""
+        stored = self._store.get(root)
+        if stored is None or not stored.complete:
+            raise LocalProtocolError(f"blob {root[:12]} cannot be seeded: it is not here as a whole")
+        self._uploads.seed(stored)
+
+    def progress(self) -> tuple[BlobProgress, ...]:
+        """Every fetch that runs now."""
+        now_s = self._clock.monotonic_s()
+        return tuple(
+            BlobProgress(
+                root=root,
+                chunks=running.download.count,
+                have=running.download.have,
+                peers=len(running.download.sessions),
+                down_bytes_per_s=running.download.flow.bytes_per_s(now_s),
+            )
+            for root, running in self._running.items()
+        )
+
+    def _start(self, blob: ChunkedBlob) -> _Running:
+        download = Download(
+            blob,
+            self._transport,
+            self._store,
+            providers=self._providers,
+            may_open=self._may_open,
+            banned=lambda peer_id: (blob.root, peer_id) in self._bans,
+            ban=functools.partial(self._ban, blob.root),
+            failed=self._failed,
+            bug=self._bug,
+            verified=self._uploads.arrived_here,
+            limit=self._download_limit,
+            clock=self._clock,
+            rng=self._rng,
+            run_blocking=self._run_blocking,
+        )
+        return _Running(download, asyncio.create_task(download.run()))
+
+    def _may_open(self, peer_id: PeerId) -> bool:
+        return sum(peer_id in each.download.busy_with for each in self._running.values()) < _BLOBS_PER_PEER
+
+    def _ban(self, root: Digest, peer_id: PeerId) -> None:
+        """Do not use this peer for this blob again."""
+        self._bans[root, peer_id] = None
+        if len(self._bans) > _REMEMBERED_BANS:
+            self._bans.popitem(last=False)
+
+    def _bug(self, peer_id: PeerId, error: Exception) -> None:
+        """A session failed by what nobody foresaw: counted each time, told the first time."""
+        self._failed(peer_id, "handler")
+        kind = type(error).__name__
+        if self._bugs.is_new(kind):
+            logger.warning("an exchange of chunks failed; that stream is closed: %s", kind, exc_info=error)
+
+    def _waiting_for(self, download: Download) -> str:
+        return (
+            f"fetching blob {download.blob.root[:12]} ({download.have} of {download.count} chunks, "
+            f"{len(download.sessions)} peers)"
+        )

@@ -1,0 +1,327 @@
+"""Blobs on disk, in verified chunks: what this node made, has fetched, or is fetching.
+
+    add (made here) ----------> <root>.blob + <root>.hashes
+    open + write (fetched) ---> <root>.part, renamed to <root>.blob by `seal` once every chunk is there
+
+A chunk is written only after its hash matched, so that whatever is marked as here may be served. Which
+chunks a `.part` holds is not written down: they are hashed again when it is opened after a restart, and so a
+crash at any point costs time only. The oldest blobs leave when `max_bytes` is reached, pinned ones and those
+in use never. Calls block for the time of the disk; `add`, `seal` and `open` of a large leftover belong on a
+thread. Not for what a blob means, nor for who asks for it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from node.state.stores import sync
+from protocol.chunks import HASH_BYTES as _HASH_BYTES
+from protocol.chunks import (
+    bitmap_of,
+    check_hashes,
+    chunk_bytes_for,
+    chunk_count,
+    chunk_hash,
+    chunk_size,
+    describe,
+)
+from protocol.codec import decode, encode
+from protocol.errors import DecodeError, LimitError, LocalProtocolError, OurFault, RemoteProtocolError
+from protocol.messages import ChunkedBlob, Digest
+
+__all__ = ["StoredBlob", "WeightsStore"]
+
+_MAX_DESCRIPTION_BYTES = 1024
+
+
+class StoredBlob:
+    """One blob, whole or in part. Made by `WeightsStore`."""
+
+    def __init__(self, blob: ChunkedBlob, hashes: bytes, path: Path, *, complete: bool) -> None:
+        self.blob = blob
+        self.hashes = hashes
+        self.count = chunk_count(blob)
+        self.users = 0
+        """Fetches and uploads that need it now; the store keeps it as long."""
+        self._path = path
+        self._missing = set() if complete else set(range(self.count))
+        self._sealed = complete
+        self._file: int | None = None
+
+    @property
+    def missing(self) -> int:
+        """How many chunks are not here."""
+        return len(self._missing)
+
+    @property
+    def complete(self) -> bool:
+        return not self._missing
+
+    @property
+    def have(self) -> bytes:
+        """A bit for each chunk that is here, the first chunk in the lowest bit of the first byte."""
+        return bitmap_of((index for index in range(self.count) if index not in self._missing), self.count)
+
+    def has(self, index: int) -> bool:
+        return 0 <= index < self.count and index not in self._missing
+
+    def missing_indices(self) -> list[int]:
+        """The chunks that are not here, in order."""
+        return sorted(self._missing)
+
+    def read(self, index: int) -> bytes:
+        """The bytes of a chunk that is here. Raises OurFault when it is not, or the disk fails."""
+        if not self.has(index):
+            raise OurFault(f"chunk {index} of blob {self.blob.root[:12]} is not here")
+        size = chunk_size(self.blob, index)
+        try:
+            data = os.pread(self._open_file(), size, index * self.blob.chunk_bytes)
+        except OSError as error:
+            raise OurFault(f"{self._path} cannot be read: {error.strerror}") from None
+        if len(data) != size:
+            raise OurFault(f"{self._path} is shorter than the {self.blob.size} bytes that it should have")
+        return data
+
+    def write(self, index: int, data: bytes | memoryview) -> bool:
+        """Check and keep one chunk; False when it was here already. Raises DecodeError (chunk_index,
+        chunk_size, chunk_digest), or OurFault when the disk is full."""
+        if not 0 <= index < self.count:
+            raise DecodeError(f"chunk {index} of {self.count}", reason="chunk_index")
+        if len(data) != chunk_size(self.blob, index):
+            raise DecodeError(
+                f"chunk {index} with {len(data)} bytes instead of {chunk_size(self.blob, index)}",
+                reason="chunk_size",
+            )
+        if chunk_hash(data) != self._hash(index):
+            raise DecodeError(
+                f"chunk {index} of blob {self.blob.root[:12]} does not have its hash", reason="chunk_digest"
+            )
+        if index not in self._missing:
+            return False
+        try:
+            written = os.pwrite(self._open_file(), data, index * self.blob.chunk_bytes)
+        except OSError as error:
+            raise OurFault(f"{self._path} cannot be written: {error.strerror}; free some disk") from None
+        if written != len(data):
+            raise OurFault(f"{self._path} took {written} of {len(data)} bytes; free some disk")
+        self._missing.discard(index)
+        return True
+
+    def seal(self) -> None:
+        """Make a complete blob durable, under its final name. Does nothing the second time."""
+        if self._sealed:
+            return
+        if self._missing:
+            raise LocalProtocolError(f"blob {self.blob.root[:12]} lacks {self.missing} chunks")
+        os.fsync(self._open_file())
+        sync(self._path.with_suffix(".hashes"))
+        final = self._path.with_suffix(".blob")
+        self._path.rename(final)
+        self._path = final
+        sync(final.parent)
+        self._sealed = True
+
+    def data(self) -> memoryview:
+        """All bytes of a complete blob, mapped from disk rather than read."""
+        if self._missing:
+            raise LocalProtocolError(f"blob {self.blob.root[:12]} lacks {self.missing} chunks")
+        return memoryview(mmap.mmap(self._open_file(), self.blob.size, access=mmap.ACCESS_READ))
+
+    @contextmanager
+    def used(self) -> Iterator[StoredBlob]:
+        """Keeps the blob in the store meanwhile."""
+        self.users += 1
+        try:
+            yield self
+        finally:
+            self.users -= 1
+
+    def close(self) -> None:
+        """Release the file; the next access opens it again."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def rescan(self) -> None:
+        """Find out by hashing which chunks the file holds."""
+        for index in range(self.count):
+            size = chunk_size(self.blob, index)
+            data = os.pread(self._open_file(), size, index * self.blob.chunk_bytes)
+            if len(data) == size and chunk_hash(data) == self._hash(index):
+                self._missing.discard(index)
+
+    def remove(self) -> None:
+        """Delete it from the disk."""
+        self.close()
+        self._missing = set(range(self.count))
+        for suffix in (".blob", ".part", ".hashes"):
+            self._path.with_suffix(suffix).unlink(missing_ok=True)
+
+    def _hash(self, index: int) -> bytes:
+        return self.hashes[_HASH_BYTES * index : _HASH_BYTES * (index + 1)]
+
+    def _open_file(self) -> int:
+        if self._file is None:
+            self._file = os.open(self._path, os.O_RDWR)
+        return self._file
+
+
+class WeightsStore:
+    """The blobs in one folder, at most `max_bytes` of them. One process owns the folder."""
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        self._folder = folder
+        self._max_bytes = max_bytes
+        self._pinned: frozenset[Digest] = frozenset()
+        self._blobs: dict[Digest, StoredBlob] = {}
+        """Whole ones and those opened since the start, oldest first."""
+        self._leftovers: dict[Digest, StoredBlob] = {}
+        """Parts of an earlier run, which nobody has asked for yet."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._load()
+
+    def add(self, data: bytes | memoryview) -> StoredBlob:
+        """Keep a whole blob made here; durable on return. Raises LocalProtocolError when it is empty or too
+        large to travel, OurFault when it does not fit into the store."""
+        if len(data) > self._max_bytes:
+            raise OurFault(
+                f"{len(data)} bytes of weights; broadcast.keep_gib allows {self._max_bytes}; raise it"
+            )
+        chunk_bytes = chunk_bytes_for(len(data))
+        view = memoryview(data)
+        blob, hashes = describe(
+            len(data), (view[start : start + chunk_bytes] for start in range(0, len(data), chunk_bytes))
+        )
+        known = self._blobs.get(blob.root)
+        if known is not None and known.complete:
+            known.seal()
+            return known
+        stored = known or self._leftovers.pop(blob.root, None) or self._create(blob, hashes)
+        self._blobs[blob.root] = stored
+        for index in stored.missing_indices():
+            stored.write(index, view[index * chunk_bytes : (index + 1) * chunk_bytes])
+        stored.seal()
+        return stored
+
+    def open(self, blob: ChunkedBlob, hashes: bytes) -> StoredBlob:
+        """A blob to be filled, with what an earlier attempt left. Raises DecodeError for hashes of another
+        blob, LimitError (blob_size) above `max_bytes`, OurFault when pinned blobs leave no room."""
+        check_hashes(blob, hashes)
+        stored = self._blobs.get(blob.root)
+        if stored is None:
+            stored = self._leftovers.pop(blob.root, None)
+            if stored is not None:
+                stored.rescan()
+            else:
+                stored = self._create(blob, hashes)
+            self._blobs[blob.root] = stored
+        return stored
+
+    def require_small(self, blob: ChunkedBlob) -> None:
+        """Raise LimitError (blob_size) for a blob that is larger than the whole store."""
+        if blob.size > self._max_bytes:
+            raise LimitError(
+                f"a blob of {blob.size} bytes, while broadcast.keep_gib allows {self._max_bytes} in all",
+                reason="blob_size",
+            )
+
+    def get(self, root: Digest) -> StoredBlob | None:
+        """A blob that is here or being fetched."""
+        return self._blobs.get(root)
+
+    def leftover(self, root: Digest) -> StoredBlob | None:
+        """What an earlier run left of a blob that nobody opened yet; its `hashes` are checked, its chunks
+        are not."""
+        return self._leftovers.get(root)
+
+    def pin(self, roots: Collection[Digest]) -> None:
+        """From now on these are kept, and only these."""
+        self._pinned = frozenset(roots)
+
+    @property
+    def max_bytes(self) -> int:
+        """What all blobs together may take."""
+        return self._max_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """Sizes of all blobs, incomplete ones counted as a whole."""
+        return sum(stored.blob.size for blobs in (self._blobs, self._leftovers) for stored in blobs.values())
+
+    def close(self) -> None:
+        """Release all files."""
+        for stored in self._blobs.values():
+            stored.close()
+
+    def _create(self, blob: ChunkedBlob, hashes: bytes) -> StoredBlob:
+        self._make_room(blob)
+        path = self._folder / f"{blob.root}.part"
+        try:
+            path.with_suffix(".hashes").write_bytes(_description(blob, hashes))
+            with path.open("wb") as file:
+                file.truncate(blob.size)
+        except OSError as error:
+            raise OurFault(f"{path} cannot be created: {error.strerror}") from None
+        return StoredBlob(blob, hashes, path, complete=False)
+
+    def _make_room(self, blob: ChunkedBlob) -> None:
+        self.require_small(blob)
+        needed = self.held_bytes + blob.size - self._max_bytes
+        leaving = []
+        for blobs in (self._leftovers, self._blobs):
+            for root, stored in blobs.items():
+                if needed <= 0:
+                    break
+                if root not in self._pinned and not stored.users:
+                    leaving.append((blobs, root))
+                    needed -= stored.blob.size
+        if needed > 0:
+            raise OurFault(
+                f"no room for a blob of {blob.size} bytes: those in use take {self.held_bytes} of the "
+                f"{self._max_bytes} that broadcast.keep_gib allows; raise it"
+            )
+        for blobs, root in leaving:
+            blobs.pop(root).remove()
+
+    def _load(self) -> None:
+        """Read the folder; what does not fit together is deleted."""
+        found: list[tuple[int, StoredBlob]] = []
+        known = set()
+        for path in sorted(self._folder.glob("*.hashes")):
+            stored = _read_description(path)
+            if stored is None:
+                continue
+            known.add(path.stem)
+            found.append((path.stat().st_mtime_ns, stored))
+        for _, stored in sorted(found, key=lambda each: each[0]):
+            (self._blobs if stored.complete else self._leftovers)[stored.blob.root] = stored
+        for path in self._folder.iterdir():
+            if path.stem not in known and path.suffix in (".blob", ".part", ".hashes"):
+                path.unlink()
+
+
+def _read_description(path: Path) -> StoredBlob | None:
+    try:
+        data = path.read_bytes()
+        length = int.from_bytes(data[:2], "little")
+        blob = decode(data[2 : 2 + length], ChunkedBlob, max_bytes=_MAX_DESCRIPTION_BYTES)
+        hashes = data[2 + length :]
+        check_hashes(blob, hashes)
+        if blob.root != path.stem:
+            return None
+        for suffix in (".blob", ".part"):
+            body = path.with_suffix(suffix)
+            if body.exists() and body.stat().st_size == blob.size:
+                return StoredBlob(blob, hashes, body, complete=suffix == ".blob")
+    except (OSError, RemoteProtocolError):
+        return None
+    return None
+
+
+def _description(blob: ChunkedBlob, hashes: bytes) -> bytes:
+    head = encode(blob)
+    return len(head).to_bytes(2, "little") + head + hashes

@@ -1,0 +1,389 @@
+"""A follower's weights: kept at the newest version that the owner of a lineage published.
+
+    HEAR     long poll at the owner, and at one other member --> links, each signed by the owner --> chain
+    ADVANCE  path from the version here to the newest --> blobs, some ahead --> applied --> on_version
+
+A version is applied as a whole or not at all, and what is here stays as it is when a link or a blob is wrong:
+the fault is counted, against the owner for what it signed, else against whoever sent it; the next anchor may
+lead around it. An owner that contradicts itself (fork, rollback) is not followed any further. What was
+applied is kept, and anchors are made again from the weights that are here (the same bytes as the owner's), so
+that every follower can serve a newcomer. Not for choosing an owner (`choose.py`), nor for engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+from node.clock import Clock
+from node.compute import Compute, Lane
+from node.events import NoticeLevel
+from node.supervise import StageGauge, run_stages
+from node.weights.chain.apply import THREADS, apply_link
+from node.weights.chain.bf16 import U16
+from node.weights.chain.chain import Chain, ChainError
+from node.weights.chain.chains import MAX_WAIT_S, Chains
+from node.weights.exchange.exchange import Exchange
+from node.weights.exchange.store import StoredBlob, WeightsStore
+from protocol.constants import MAX_CHAIN_LINKS
+from protocol.delta import encode, max_delta_bytes
+from protocol.errors import (
+    DeadlineError,
+    DecodeError,
+    LimitError,
+    OurFault,
+    RemoteProtocolError,
+    TransportError,
+)
+from protocol.messages import Digest, Lineage, PeerId, SignedLink, WeightsLink
+
+__all__ = ["Tracker"]
+
+ROUND_S = 1.0
+"""Shortest time between two requests to one peer that brought nothing."""
+MAX_REST_S = 15.0
+"""Longest time that a peer is left alone after failures in a row; the first time it is ROUND_S."""
+AHEAD = 4
+"""Blobs that are fetched while an earlier one is applied: as many as the exchange asks one peer for."""
+STALL_S = 60.0
+"""A blob of which no chunk comes for so long is given up."""
+LATE_S = 600.0
+"""How long another way is taken where there is one: whoever kept that blob may have let it go."""
+_SLICE = 16
+"""Links, each with a signature to check, between two turns of the event loop."""
+_REMEMBERED_PEERS = 256
+_REMEMBERED_BLOBS = 2 * MAX_CHAIN_LINKS
+"""More bad blobs than a chain can name, so that none is tried twice."""
+
+
+class Tracker:
+    """Follows `lineage`. `base_bits` are the weights that everybody of the lineage has, `base_digest` is
+    their hash. `on_version(version, weights)` is called for every version reached, the newest where several
+    came at once; the weights are the tracker's own and change once it returns, so it copies what it keeps;
+    what it raises ends `run`. `providers()` lists connected members of the lineage, `failed(peer, reason)`
+    counts what peers do wrong, `misled(reason)` is told once of each blob that is not what the owner's link
+    says, `bad` holds the roots of such blobs from one tracker to the next, `notice(level, text)` tells the
+    operator."""
+
+    def __init__(
+        self,
+        lineage: Lineage,
+        chains: Chains,
+        exchange: Exchange,
+        store: WeightsStore,
+        base_bits: Mapping[str, U16],
+        base_digest: Digest,
+        *,
+        on_version: Callable[[int, dict[str, U16]], Awaitable[None]],
+        providers: Callable[[], Sequence[PeerId]],
+        failed: Callable[[PeerId, str], None],
+        compute: Compute,
+        clock: Clock,
+        gauge: StageGauge,
+        fetch_timeout_s: float = 600.0,
+        misled: Callable[[str], None] = lambda reason: None,
+        bad: OrderedDict[Digest, None] | None = None,
+        notice: Callable[[NoticeLevel, str], None] = lambda level, text: None,
+    ) -> None:
+        self._lineage = lineage
+        self._chains = chains
+        self._exchange = exchange
+        self._store = store
+        self._base = base_bits
+        self._base_digest = base_digest
+        self._on_version = on_version
+        self._providers = providers
+        self._failed = failed
+        self._compute = compute
+        self._clock = clock
+        self._gauge = gauge
+        self._fetch_timeout_s = fetch_timeout_s
+        self._misled = misled
+        self._notice = notice
+        self._opened: Chain | None = None
+        self._bits: dict[str, U16] | None = None
+        self._held = -1
+        """Version of `_bits`."""
+        self._bad: OrderedDict[Digest, None] = bad if bad is not None else OrderedDict()
+        """Roots of blobs that are of no use, oldest first."""
+        self._made: Digest = ""
+        """Root of the anchor that was made last, or tried."""
+        self._late: dict[Digest, float] = {}
+        """Roots of blobs that did not come, and until when they are not waited for."""
+        self._rests: OrderedDict[PeerId, tuple[float, float]] = OrderedDict()
+        """How long a peer that failed rests, and until when."""
+        self._end = asyncio.Event()
+        self._heard_s: float | None = None
+        self.version = -1
+        """Version that `on_version` was called with last."""
+        self.digest: Digest = ""
+        """Hash of the weights that are here."""
+        self.stopped = ""
+        """Why the owner is not followed any more: chain_fork, chain_rollback."""
+
+    @property
+    def lag(self) -> int:
+        """Versions from the one here to the newest one known."""
+        head = self._opened.head if self._opened is not None else None
+        return max(0, head.policy_version - self.version) if head is not None else 0
+
+    @property
+    def signs_of_life_s(self) -> float:
+        """Seconds since the owner answered, or a new link of it came; infinite once it is not followed any
+        more."""
+        if self.stopped:
+            return math.inf
+        return self._clock.monotonic_s() - self._heard_s if self._heard_s is not None else 0.0
+
+    async def run(self) -> None:
+        """Follow until cancelled, or until the owner contradicts itself (`stopped`). Begins with what an
+        earlier run left on the disk."""
+        self._heard_s = self._clock.monotonic_s()
+        self._opened = await self._compute.run(
+            Lane.BROADCAST, self._chains.open, self._lineage, [self._base_digest]
+        )
+        if self._opened.evidence:
+            self.stopped = "chain_fork"
+            return
+        await run_stages(
+            {
+                "hear_owner": self._hear(self._owner),
+                "hear_member": self._hear(self._member),
+                "advance": self._advance(),
+            },
+            until=self._end,
+        )
+
+    # --- hear ---------------------------------------------------------------------------------------------
+
+    async def _hear(self, choose: Callable[[], PeerId | None]) -> None:
+        while True:
+            began_s = self._clock.monotonic_s()
+            peer_id = choose()
+            if peer_id is None or not await self._ask(peer_id):
+                await asyncio.sleep(max(0.0, began_s + ROUND_S - self._clock.monotonic_s()))
+
+    def _owner(self) -> PeerId | None:
+        return None if self._rests_now(self._lineage.owner) else self._lineage.owner
+
+    def _member(self) -> PeerId | None:
+        """Another member: the next one in order of peer ids that does not rest, so that not all ask one."""
+        me = self._chains.peer_id
+        members = [peer for peer in self._providers() if peer not in (me, self._lineage.owner)]
+        awake = [peer for peer in members if not self._rests_now(peer)]
+        return min(awake, key=lambda peer: (peer < me, peer), default=None)
+
+    async def _ask(self, peer_id: PeerId) -> bool:
+        """Whether this peer had news."""
+        head = self._chain().head
+        after = head.policy_version if head is not None else None
+        try:
+            links = await self._chains.ask(peer_id, self._lineage, after, MAX_WAIT_S)
+            news = await self._learn(peer_id, after, links)
+        except DeadlineError:
+            self._failed(peer_id, "deadline")
+        except TransportError:
+            pass  # it is not there
+        except RemoteProtocolError as error:
+            self._failed(self._lineage.owner if _is_the_owners(error) else peer_id, error.reason)
+            if isinstance(error, ChainError) and error.evidence:
+                self.stopped = error.reason
+                self._end.set()
+        else:
+            self._rests.pop(peer_id, None)
+            if peer_id == self._lineage.owner:
+                self._heard_s = self._clock.monotonic_s()
+            return news
+        self._rest(peer_id)
+        return False
+
+    async def _learn(self, peer_id: PeerId, after: int | None, links: Sequence[SignedLink]) -> bool:
+        """Whether one of these links was new. All that fit are taken in before the first error is raised: an
+        anchor may follow a link that does not fit."""
+        chain, news, wrong = self._chain(), False, None
+        for number, signed in enumerate(links):
+            if number % _SLICE == _SLICE - 1:
+                await asyncio.sleep(0)
+            try:
+                link = self._chains.learn(chain, signed)
+            except ChainError as error:
+                if error.reason not in ("chain_base", "chain_gap"):
+                    raise
+                wrong = wrong or error
+            else:
+                if link is not None:
+                    news = True
+                    self._heard_s = self._clock.monotonic_s()
+        if wrong is not None:
+            raise wrong
+        if peer_id == self._lineage.owner and links:
+            chain.check_head(links[-1], after)
+        return news
+
+    def _rests_now(self, peer_id: PeerId) -> bool:
+        return self._clock.monotonic_s() < self._rests.get(peer_id, (0.0, -math.inf))[1]
+
+    def _rest(self, peer_id: PeerId) -> None:
+        rest_s, _ = self._rests.pop(peer_id, (ROUND_S / 2, 0.0))
+        rest_s = min(2 * rest_s, MAX_REST_S)
+        self._rests[peer_id] = (rest_s, self._clock.monotonic_s() + rest_s)
+        while len(self._rests) > _REMEMBERED_PEERS:
+            self._rests.popitem(last=False)
+
+    # --- advance ------------------------------------------------------------------------------------------
+
+    async def _advance(self) -> None:
+        rest_s = ROUND_S
+        while True:
+            await self._keep_anchor()  # that of a version may be heard of together with the next version
+            changes = self._chains.changes
+            path = self._path()
+            if not path:
+                await self._chains.changed(changes)
+                continue
+            try:
+                await self._walk(path)
+            except (DeadlineError, OurFault, OSError) as error:
+                if not isinstance(error, DeadlineError):
+                    self._notice(NoticeLevel.WARNING, f"version {path[-1].policy_version} waits: {error}")
+                await self._activate()
+                await asyncio.sleep(rest_s)
+                rest_s = min(2 * rest_s, MAX_REST_S)
+            else:
+                await self._activate()
+                rest_s = ROUND_S
+
+    def _path(self) -> list[WeightsLink]:
+        held = self._held if self._bits is not None else None
+        now_s = self._clock.monotonic_s()
+        self._late = {root: until_s for root, until_s in self._late.items() if now_s < until_s}
+        around = self._chain().path(held, cost=self._cost, avoid={*self._bad, *self._late})
+        return around or self._chain().path(held, cost=self._cost, avoid=self._bad)
+
+    def _cost(self, link: WeightsLink) -> float:
+        """Bytes still to be fetched."""
+        return 0 if self._here(link) else link.blob.size
+
+    def _here(self, link: WeightsLink) -> bool:
+        stored = self._store.get(link.blob.root)
+        return stored is not None and stored.complete
+
+    async def _walk(self, path: Sequence[WeightsLink]) -> None:
+        """Fetch and apply these links, as far as they are what they say. Raises DeadlineError, or OurFault
+        when the disk does not take a blob."""
+        self._pin(path)
+        fetches: deque[asyncio.Task[StoredBlob]] = deque()
+        try:
+            for number, link in enumerate(path):
+                for following in path[number + len(fetches) : number + AHEAD]:
+                    fetches.append(asyncio.create_task(self._fetch(following)))
+                try:
+                    with self._gauge.waiting("weights"):
+                        stored = await fetches[0]
+                    fetches.popleft()
+                    if number + AHEAD < len(path):
+                        fetches.append(asyncio.create_task(self._fetch(path[number + AHEAD])))
+                    with self._gauge.working():
+                        await self._compute.run(Lane.APPLY, self._apply, link, stored)
+                except LimitError as error:  # larger than the store
+                    self._refuse(link, error)
+                    self._notice(
+                        NoticeLevel.WARNING, f"version {link.policy_version} cannot be kept: {error}"
+                    )
+                    return
+                except RemoteProtocolError as error:
+                    self._refuse(link, error)
+                    return
+                await self._keep_anchor()
+        finally:
+            for fetch in fetches:
+                fetch.cancel()
+            await asyncio.gather(*fetches, return_exceptions=True)
+
+    async def _fetch(self, link: WeightsLink) -> StoredBlob:
+        most = max_delta_bytes(self._base)
+        if link.blob.size > most:
+            raise DecodeError(f"a blob of {link.blob.size} bytes for weights of {most}", reason="delta_size")
+        fetch = asyncio.create_task(self._exchange.fetch(link.blob, self._fetch_timeout_s))
+        try:
+            have = -1
+            while not (await asyncio.wait([fetch], timeout=STALL_S))[0]:
+                have, before = self._chunks_of(link.blob.root), have
+                if have == before:
+                    raise DeadlineError(f"a chunk of version {link.policy_version}", STALL_S)
+            return fetch.result()
+        except DeadlineError:
+            self._late[link.blob.root] = self._clock.monotonic_s() + LATE_S
+            raise
+        finally:
+            fetch.cancel()
+            await asyncio.gather(fetch, return_exceptions=True)
+
+    def _chunks_of(self, root: Digest) -> int:
+        return sum(each.have for each in self._exchange.progress() if each.root == root)
+
+    def _apply(self, link: WeightsLink, stored: StoredBlob) -> None:
+        """Blocking."""
+        self._bits = apply_link(link, stored.data(), self._bits, self._base)
+        self._held, self.digest = link.policy_version, link.result
+
+    def _refuse(self, link: WeightsLink, error: RemoteProtocolError) -> None:
+        """The owner signed a blob that is of no use: one that is too large for this node, or that is not what
+        its link says."""
+        self._failed(self._lineage.owner, error.reason)
+        if isinstance(error, DecodeError):
+            self._misled(error.reason)
+        self._bad[link.blob.root] = None
+        while len(self._bad) > _REMEMBERED_BLOBS:
+            self._bad.popitem(last=False)
+
+    async def _activate(self) -> None:
+        """Tell of the version that is here, if it is newer than the last one told."""
+        if self._bits is None or self._held <= self.version:
+            return
+        version = self._held
+        await self._on_version(version, self._bits)
+        self.version = version
+        self._pin()
+
+    async def _keep_anchor(self) -> None:
+        """Where the newest anchor is of the version that is here: make its blob, to serve newcomers."""
+        anchor = self._chain().anchor
+        if anchor is None or self._bits is None or anchor.policy_version != self._held:
+            return
+        if self._here(anchor) or anchor.blob.root == self._made:
+            return
+        self._made = anchor.blob.root
+        data = await self._compute.run(
+            Lane.BROADCAST,
+            encode,
+            self._base,
+            self._bits,
+            base_digest=anchor.base,
+            new_digest=anchor.result,
+            threads=THREADS,
+        )
+        if len(data) == anchor.blob.size:  # else it was made by another version of the coder
+            try:
+                await self._compute.run(Lane.DISK, self._store.add, data)
+            except (OurFault, OSError) as error:
+                self._notice(
+                    NoticeLevel.WARNING, f"the anchor of version {anchor.policy_version} is not kept: {error}"
+                )
+
+    def _pin(self, path: Sequence[WeightsLink] = ()) -> None:
+        """Keep what others may need, and what is on its way."""
+        kept = self._chain().worth_keeping(self._store.max_bytes // 2, strictly=True)
+        self._store.pin({*kept, *(link.blob.root for link in path)})
+
+    def _chain(self) -> Chain:
+        if self._opened is None:
+            raise OurFault("the tracker does not run")
+        return self._opened
+
+
+def _is_the_owners(error: RemoteProtocolError) -> bool:
+    """Whether it lies in what the owner signed, whoever passed it on."""
+    return isinstance(error, ChainError) and error.reason not in ("chain_gap", "chain_owner")

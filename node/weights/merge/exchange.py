@@ -1,0 +1,282 @@
+"""Partners tell each other who has contributed to the next merge, until nothing new comes.
+
+    asker                                                   partner
+        MergeRequest (base, rule, digests) ----------------->
+        <-------------- MergeReply, SignedLinks, SignedRemovals, none when it holds nothing new
+        each checked --> MergeSet
+
+Both ends ask, nobody pushes; what is taken from one is answered to the next, so partners need not all be
+connected. Authors sign what they contribute, so it does not matter from whom it comes: a partner is blamed
+for what it should not have passed on, an author for what it signed. Only authors that this node admits get
+into its set, else invented keys would push honest ones out; sets of nodes that admit others stay different,
+and the digest of what was taken from a partner saves asking for it again. An author that changes what it
+contributes again and again in one round is not waited for and left out of it. Not for what the contributions
+hold, nor for when rounds are: `merger.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+
+from node.clock import Clock
+from node.events import NoticeLevel
+from node.transport.base import Stream, Transport
+from node.transport.limits import KeyedTokenBuckets
+from node.weights.merge.contributions import MAX_SIGNED_REMOVAL_BYTES, MergeError, MergeSet, decode_removal
+from protocol.codec import decode, encode
+from protocol.constants import MAX_CONTRIBUTIONS
+from protocol.errors import DeadlineError, FreshnessError, LimitError, RemoteProtocolError, TransportError
+from protocol.identity import Identity
+from protocol.links import MAX_SIGNED_LINK_BYTES, decode_link
+from protocol.messages import Digest, MergeReply, MergeRequest, PeerId, SignedLink, SignedRemoval
+from protocol.topics import MERGE_PROTOCOL
+
+__all__ = ["MergeExchange"]
+
+POLL_S = 1.0
+"""Time between two requests to one partner."""
+_ASK_S = 15.0
+"""How long an answer may take."""
+_FANOUT = 8
+"""Partners that are asked at a time, the next ones the time after."""
+_CHANGES = 3
+"""New contributions or removals of one author in a round: one, and older ones that others still hold."""
+_SLICE = 16
+"""Contributions, each with a signature to check, between two turns of the event loop."""
+_MAX_REQUEST_BYTES = 512
+_MAX_REPLY_BYTES = 512
+_ITEMS_PER_S, _ITEM_BURST = 64.0, 16 * MAX_CONTRIBUTIONS
+"""Contributions and removals to and from one peer: each costs a signature check where it arrives."""
+
+
+class MergeExchange:
+    """This node's set of contributions, `set`, and its exchange. Serves it from the start. `rule` names the
+    rule of merging; `window_ms` is how far ahead of this clock a contribution may be dated, `max_bytes` how
+    large its blob may be. The callbacks are those of `Merger`."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        contributions: MergeSet,
+        transport: Transport,
+        *,
+        rule: Digest,
+        window_ms: int,
+        max_bytes: int,
+        partners: Callable[[], Sequence[PeerId]],
+        admitted: Callable[[PeerId], bool],
+        failed: Callable[[PeerId, str], None],
+        notice: Callable[[NoticeLevel, str], None],
+        clock: Clock,
+    ) -> None:
+        self.set = contributions
+        self._identity = identity
+        self._transport = transport
+        self._rule = rule
+        self._window_ms = window_ms
+        self._max_bytes = max_bytes
+        self._partners = partners
+        self._admitted = admitted
+        self._failed = failed
+        self._notice = notice
+        self._clock = clock
+        self._served = _buckets()
+        self._received = _buckets()
+        self._withdrawn = False
+        self._told: set[str] = set()
+        self._changed_s = 0.0
+        self._changes: Counter[PeerId] = Counter()
+        """New contributions and removals of others in this round."""
+        self._taken: dict[PeerId, Digest] = {}
+        """Sets of partners that were taken as a whole in this round."""
+        self._aside: set[PeerId] = set()
+        """Partners whose answer was wrong in this round."""
+        self._turn = 0
+        transport.serve(MERGE_PROTOCOL, self._serve)
+
+    # --- this node's own ----------------------------------------------------------------------------------
+
+    def contribute(self, signed: SignedLink) -> None:
+        """Add this node's own. Raises as MergeSet.add does."""
+        if self.set.add(signed):
+            self._changed_s = self._clock.monotonic_s()
+            self._remove_own()
+
+    def withdraw(self) -> None:
+        """What this node has contributed counts no more, nor what it may yet hear of an earlier run."""
+        self._withdrawn = True
+        self._remove_own()
+
+    def _remove_own(self) -> None:
+        removal = self.set.removal(self._identity, self._clock.now_ms()) if self._withdrawn else None
+        if removal is not None:
+            self.set.remove(removal)
+
+    # --- a round ------------------------------------------------------------------------------------------
+
+    def admits(self, author: PeerId) -> bool:
+        """Whether this author's contributions count here, now and in this round."""
+        if author == self._identity.peer_id:
+            return True
+        return self._changes[author] <= _CHANGES and self._admitted(author)
+
+    async def settle(self, settle_s: float, until_s: float, own: asyncio.Future[None]) -> None:
+        """A new round: ask partners until `own`, by which this node contributes, is done and nothing new came
+        for `settle_s`, or until `until_s` of the monotonic clock."""
+        self._changes.clear()
+        self._taken.clear()
+        self._aside.clear()
+        self._changed_s = self._clock.monotonic_s()
+        asking: dict[PeerId, asyncio.Task[None]] = {}
+        try:
+            while True:
+                quiet_s = self._changed_s + settle_s if own.done() else until_s
+                left_s = min(until_s, quiet_s) - self._clock.monotonic_s()
+                if left_s <= 0:
+                    return
+                for peer_id in self._next_partners(asking):
+                    asking[peer_id] = asyncio.create_task(self._ask(peer_id))
+                await asyncio.sleep(min(POLL_S, max(left_s, 0.01)))
+                for peer_id in [peer_id for peer_id, task in asking.items() if task.done()]:
+                    asking.pop(peer_id).result()
+        finally:
+            for task in asking.values():
+                task.cancel()
+            await asyncio.gather(*asking.values(), return_exceptions=True)
+
+    def _next_partners(self, asking: Collection[PeerId]) -> list[PeerId]:
+        me = self._transport.peer_id
+        idle = [
+            peer_id
+            for peer_id in sorted(self._partners())
+            if peer_id != me and peer_id not in asking and peer_id not in self._aside
+        ]
+        start = self._turn % len(idle) if idle else 0
+        self._turn += _FANOUT
+        return [*idle[start:], *idle[:start]][:_FANOUT]
+
+    # --- asking -------------------------------------------------------------------------------------------
+
+    async def _ask(self, peer_id: PeerId) -> None:
+        try:
+            await self._take_from(peer_id)
+        except DeadlineError:
+            self._failed(peer_id, "deadline")
+        except TransportError:
+            pass  # it is not there
+        except RemoteProtocolError as error:
+            self._failed(peer_id, error.reason)
+            self._aside.add(peer_id)
+
+    async def _take_from(self, peer_id: PeerId) -> None:
+        try:
+            async with asyncio.timeout(_ASK_S):
+                stream = await self._transport.open_stream(peer_id, MERGE_PROTOCOL)
+                try:
+                    await self._asked(stream)
+                finally:
+                    await stream.close()
+        except TimeoutError:
+            raise DeadlineError(f"contributions from {peer_id}", _ASK_S) from None
+
+    async def _asked(self, stream: Stream) -> None:
+        held, peer_id = self.set.held_digest(), stream.peer_id
+        taken = self._taken.get(peer_id, held)
+        await stream.send(encode(MergeRequest(self.set.base_model, self.set.base, self._rule, held, taken)))
+        reply = decode(await stream.receive(_MAX_REPLY_BYTES), MergeReply, max_bytes=_MAX_REPLY_BYTES)
+        if reply.base != self.set.base:
+            raise self._stranger(f"{peer_id} merges other weights than this node", "merge_base")
+        if reply.rule != self._rule:
+            raise self._stranger(f"{peer_id} merges by another rule than this node", "merge_rule")
+        count = reply.links + reply.removals
+        if count and not self._received.take(peer_id, self._clock.monotonic_s(), count):
+            raise LimitError(
+                f"{peer_id} sends {count} more contributions; {_ITEMS_PER_S:g} a second are taken",
+                reason="merge_rate",
+            )
+        whole = True
+        for number in range(count):
+            if number % _SLICE == _SLICE - 1:
+                await asyncio.sleep(0)
+            try:
+                if number < reply.links:
+                    data = await stream.receive(MAX_SIGNED_LINK_BYTES)
+                    link = decode(data, SignedLink, max_bytes=MAX_SIGNED_LINK_BYTES)
+                    self._take_link(link)
+                else:
+                    data = await stream.receive(MAX_SIGNED_REMOVAL_BYTES)
+                    removal = decode(data, SignedRemoval, max_bytes=MAX_SIGNED_REMOVAL_BYTES)
+                    self._take_removal(removal)
+            except FreshnessError as error:  # to be heard again, once its time has come
+                self._failed(peer_id, error.reason)
+                whole = False
+        if whole:
+            self._taken[peer_id] = reply.held
+
+    def _stranger(self, message: str, reason: str) -> MergeError:
+        """For a partner that cannot be merged with; the first one is told."""
+        if reason not in self._told:
+            self._told.add(reason)
+            self._notice(NoticeLevel.WARNING, f"{message}; nothing is taken from such nodes")
+        return MergeError(message, reason=reason)
+
+    def _take_link(self, signed: SignedLink) -> None:
+        """Take one in, if its author is admitted. Raises RemoteProtocolError for what nobody should have
+        passed on."""
+        link = decode_link(signed)
+        author = link.lineage.owner
+        if not self.admits(author):
+            return
+        if link.created_at > self._clock.now_ms() + self._window_ms:
+            raise FreshnessError(f"a contribution of {author} is dated in the future", reason="merge_future")
+        if link.blob.size > self._max_bytes:
+            raise LimitError(
+                f"{author} contributes {link.blob.size} bytes on weights of {self._max_bytes}",
+                reason="merge_size",
+            )
+        if self.set.add(signed):
+            self._changed(author)
+
+    def _take_removal(self, signed: SignedRemoval) -> None:
+        author = decode_removal(signed).author
+        if self.admits(author) and self.set.remove(signed):
+            self._changed(author)
+
+    def _changed(self, author: PeerId) -> None:
+        if author == self._identity.peer_id:
+            self._remove_own()  # heard of an earlier run
+            return
+        self._changes[author] += 1
+        if self._changes[author] > _CHANGES:
+            self._failed(author, "merge_restless")
+        else:
+            self._changed_s = self._clock.monotonic_s()
+
+    # --- serving ------------------------------------------------------------------------------------------
+
+    async def _serve(self, stream: Stream) -> None:
+        request = decode(await stream.receive(_MAX_REQUEST_BYTES), MergeRequest, max_bytes=_MAX_REQUEST_BYTES)
+        mine = (self.set.base_model, self.set.base, self._rule)
+        held = self.set.held_digest()
+        links: list[SignedLink] = []
+        removals: list[SignedRemoval] = []
+        if (request.base_model, request.base, request.rule) == mine and held not in (
+            request.held,
+            request.taken,
+        ):
+            links, removals = self.set.links(), self.set.removals()
+        count = max(1, len(links) + len(removals))
+        if not self._served.take(stream.peer_id, self._clock.monotonic_s(), count):
+            raise LimitError(
+                f"{stream.peer_id} asks for {count} more contributions; {_ITEMS_PER_S:g} a second are given",
+                reason="merge_rate",
+            )
+        reply = MergeReply(self.set.base, self._rule, held, len(links), len(removals))
+        for each in (reply, *links, *removals):
+            await stream.send(encode(each))
+
+
+def _buckets() -> KeyedTokenBuckets:
+    return KeyedTokenBuckets(_ITEMS_PER_S, _ITEM_BURST, newcomers_per_s=50.0, newcomer_burst=1000.0)
