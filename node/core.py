@@ -17,7 +17,7 @@ from typing import Any
 from node.clock import Clock
 from node.compute import Compute
 from node.config import NodeConfig
-from node.events import EventBus, Health, NodeStarted, NodeStopped, Notice, PeersSeen, StagesSeen
+from node.events import EventBus, Health, NodeStarted, NodeStopped, Notice, NoticeLevel, PeersSeen, StagesSeen
 from node.network import Network
 from node.peers.book import PeerBook
 from node.peers.trust import Standing, TrustBook, TrustSettings, save_standings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import json
 import math
 import types
@@ -15,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from node import events
-from node.events import EventBus, Notice, decode_event, encode_event, inert
+from node.events import EventBus, Notice, NoticeLevel, decode_event, encode_event, inert
 
 BAD_CATEGORIES = {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}
 
@@ -74,6 +75,8 @@ def value_of(kind: Any) -> Any:
         return 2**53
     if kind is float:
         return 0.1
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return list(kind)[-1]
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         return filled(kind)
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
@@ -119,7 +122,7 @@ def test_other_lines_are_refused(line: bytes) -> None:
 
 
 def test_events_are_immutable_and_numbers_finite_by_convention() -> None:
-    notice = Notice(at=1, level="info", text="x")
+    notice = Notice(at=1, level=NoticeLevel.INFO, text="x")
     with pytest.raises(AttributeError):
         notice.text = "y"  # type: ignore[misc]
     # JSON has no NaN: it would come out as null, which no reader accepts. Stages must not emit it.
@@ -134,7 +137,7 @@ def test_events_are_immutable_and_numbers_finite_by_convention() -> None:
 def test_every_sink_gets_every_event_in_order_of_subscription() -> None:
     bus, seen = EventBus(), []
     bus.subscribe(lambda event: seen.append(("first", event.at)))
-    bus.emit(Notice(at=1, level="info", text=""))
+    bus.emit(Notice(at=1, level=NoticeLevel.INFO, text=""))
     bus.subscribe(lambda event: seen.append(("second", event.at)))
-    bus.emit(Notice(at=2, level="info", text=""))
+    bus.emit(Notice(at=2, level=NoticeLevel.INFO, text=""))
     assert seen == [("first", 1), ("first", 2), ("second", 2)]
