@@ -33,7 +33,7 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
 
     options: dict[str, Any] = {"gguf_file": gguf.name, "local_files_only": True, "trust_remote_code": False}
     try:
-        model = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.bfloat16, **options)
+        model: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.bfloat16, **options)
         # Or else it would be saved as a quantised one.
         model.hf_quantizer, model.is_quantized = None, False
         if hasattr(model.config, "quantization_config"):

@@ -19,7 +19,7 @@ import struct
 from collections.abc import Iterable
 from typing import Any, NoReturn, TypeVar
 
-import msgpack  # type: ignore[import-untyped]
+import msgpack
 import msgspec
 
 from protocol.constants import DOMAIN, MAX_DEPTH, MAX_ITEMS, PROTOCOL_VERSION

@@ -100,7 +100,7 @@ class BareVllm:
         with contextlib.suppress(BrokenPipeError):
             questions.write(json.dumps(question).encode() + b"\n")
             questions.flush()
-        if not wait([answers], deadline_s):
+        if not wait([answers.fileno()], deadline_s):
             raise EngineError(f"bare vLLM gave no answer within {deadline_s:g} s: {self._last_error()}")
         answer = answers.readline()  # the child writes whole lines
         if not answer:

@@ -68,12 +68,16 @@ def envelope(bench: str, results: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def rounded(value: Any, digits: int = 4) -> Any:
-    """Every float of a report to so many significant digits."""
+def rounded(report: Mapping[str, Any], digits: int = 4) -> dict[str, Any]:
+    """A copy of `report` with every float, nested ones included, rounded to `digits` significant digits."""
+    return {key: _rounded(value, digits) for key, value in report.items()}
+
+
+def _rounded(value: Any, digits: int) -> Any:
     if isinstance(value, float):
         return float(f"{value:.{digits}g}")
     if isinstance(value, Mapping):
-        return {key: rounded(each, digits) for key, each in value.items()}
+        return rounded(value, digits)
     if isinstance(value, (list, tuple)):
-        return [rounded(each, digits) for each in value]
+        return [_rounded(each, digits) for each in value]
     return value

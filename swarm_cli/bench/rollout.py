@@ -97,7 +97,11 @@ def bench_rollout(config: NodeConfig, policy: Policy, size: Size, say: Say) -> d
     }
     settings = config.model_copy(update={"vllm": config.vllm.model_copy(update=sized)})
     weights = Weights(policy)
-    results = {"engine": config.rollout.engine, "model": str(policy.path), "dtype": settings.vllm.dtype}
+    results: dict[str, Any] = {
+        "engine": config.rollout.engine,
+        "model": str(policy.path),
+        "dtype": settings.vllm.dtype,
+    }
     bare = _open_bare(settings, policy, say)
     try:
         engine = _open(settings, policy, say)

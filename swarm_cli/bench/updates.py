@@ -64,7 +64,8 @@ class Weights:
         logits = torch.func.functional_call(self._model, state, (ids,), tie_weights=False).logits[0]
         first = len(sequence.prompt_ids)
         logprobs = logits[first - 1 : -1].log_softmax(-1)
-        return logprobs.gather(1, ids[0, first:, None])[:, 0].numpy()
+        taken: NDArray[np.float32] = logprobs.gather(1, ids[0, first:, None])[:, 0].numpy()
+        return taken
 
 
 def disturbed(state: dict[str, Tensor], seed: int, density: float = DENSITY) -> dict[str, Tensor]:

@@ -105,7 +105,8 @@ def doctor(
 
 def check_versions() -> Finding:
     """Python and the packages with a safety floor."""
-    found, old = [f"Python {sys.version.split()[0]}"], []
+    found = [f"Python {sys.version.split()[0]}"]
+    old: list[str] = []
     for package, floor in FLOORS.items():
         try:
             version = importlib.metadata.version(package)

@@ -13,18 +13,19 @@ from collections.abc import Iterator
 
 import pytest
 
-__all__ = ["no_unpickling", "unpickling_allowed"]
+__all__ = ["install", "no_unpickling", "seen", "unpickling_allowed"]
 
-_seen: list[str] = []
+seen: list[str] = []
+"""Names that unpicklers looked up since it was last cleared."""
 _installed = False
 
 
 def _hook(event: str, args: tuple[object, ...]) -> None:
     if event == "pickle.find_class":
-        _seen.append(".".join(map(str, args)))
+        seen.append(".".join(map(str, args)))
 
 
-def _install() -> None:
+def install() -> None:
     """Once per process: an audit hook cannot be removed."""
     global _installed
     if not _installed:
@@ -35,19 +36,19 @@ def _install() -> None:
 @pytest.fixture
 def unpickling_allowed() -> Iterator[list[str]]:
     """The names that this test unpickles; they do not fail it."""
-    _install()
-    _seen.clear()
-    yield _seen
-    _seen.clear()
+    install()
+    seen.clear()
+    yield seen
+    seen.clear()
 
 
 @pytest.fixture(autouse=True)
 def no_unpickling() -> Iterator[None]:
     """Fail the test when anything in it looked up a name for an unpickler."""
-    _install()
-    _seen.clear()
+    install()
+    seen.clear()
     yield
-    looked_up = list(_seen)
-    _seen.clear()
+    looked_up = list(seen)
+    seen.clear()
     if looked_up:
         pytest.fail(f"an unpickler looked up {', '.join(looked_up)}: no peer's bytes may reach one")

@@ -71,13 +71,16 @@ SOURCES = sorted(
 )
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_6_module_cannot_run_code_from_data(path: Path) -> None:
-    source = path.read_text(encoding="utf-8")
-    if path.relative_to(ROOT) in ONLY_COMPRESS:
-        assert "decompress" not in source.lower()
-        source = source.replace("zstandard", "compressor")
-    assert violations(source) == []
+def test_6_no_module_can_run_code_from_data() -> None:
+    offenders = []
+    for path in SOURCES:
+        name, source = path.relative_to(ROOT), path.read_text(encoding="utf-8")
+        if name in ONLY_COMPRESS:
+            assert "decompress" not in source.lower()
+            source = source.replace("zstandard", "compressor")
+        offenders += [f"{name}: {each}" for each in violations(source)]
+    assert len(SOURCES) > 100
+    assert offenders == []
 
 
 @pytest.mark.parametrize(
@@ -131,8 +134,8 @@ class Tracer:
 
 
 def test_6_audit_hook_sees_an_unpickler() -> None:
-    seen = audit._seen
-    audit._install()
+    seen = audit.seen
+    audit.install()
     seen.clear()
     pickle.loads(pickle.dumps(Tracer()))
     assert any("getcwd" in name for name in seen)

@@ -229,10 +229,10 @@ class Tracer:
 
 
 def test_6_pickles_reach_no_unpickler() -> None:
-    audit._install()
-    audit._seen.clear()
+    audit.install()
+    audit.seen.clear()
     data = pickle.dumps(Tracer())
     for read in READERS:
         with pytest.raises((RemoteProtocolError, CharterError)):
             read(data)
-    assert audit._seen == []
+    assert audit.seen == []

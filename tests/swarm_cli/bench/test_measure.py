@@ -56,4 +56,4 @@ def test_envelope_names_the_bench_and_the_machine() -> None:
     ],
 )
 def test_rounded_keeps_four_significant_digits(value: object, expected: object) -> None:
-    assert rounded(value) == expected
+    assert rounded({"value": value}) == {"value": expected}
