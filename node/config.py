@@ -221,8 +221,6 @@ class ShareConfig(Section):
     """Bodies fetched at a time."""
     fetch_timeout_s: float = Field(10.0, gt=0)
     """Deadline of one body."""
-    keep_bodies: int = Field(512, ge=1)
-    """Own bodies kept for serving."""
 
 
 class BroadcastConfig(Section):

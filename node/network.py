@@ -57,12 +57,7 @@ class Network:
             limits=GossipLimits(reconcile_interval_s=config.network.reconcile_s),
             rng=rng,
         )
-        self.publisher = Publisher(
-            transport,
-            self.gossip,
-            keep_bodies=config.share.keep_bodies,
-            ttl_ms=(charter.rules.max_age_windows + 1) * charter.window_ms,
-        )
+        self.publisher = Publisher(transport, self.gossip, charter)
         self.presence = Presence(
             transport,
             identity,

@@ -19,10 +19,16 @@ from typing import Any
 import msgspec
 
 from protocol.codec import decode, digest, encode, framed, shown
-from protocol.constants import MAX_BLOB_BYTES, MAX_FRAME_BYTES, MAX_TTL_MS, PROTOCOL_VERSION
+from protocol.constants import (
+    MAX_BLOB_BYTES,
+    MAX_FRAME_BYTES,
+    MAX_RECEIPT_BYTES,
+    MAX_TTL_MS,
+    PROTOCOL_VERSION,
+)
 from protocol.errors import CharterError, LocalProtocolError, RemoteProtocolError
 from protocol.identity import Identity, public_key, verify
-from protocol.messages import Charter, Digest, EnvironmentSpec, PeerId, TokenizerSpec, VerificationRules
+from protocol.messages import Charter, Digest, EnvironmentSpec, Name, PeerId, TokenizerSpec, VerificationRules
 
 __all__ = [
     "MAX_CHARTER_BYTES",
@@ -101,6 +107,7 @@ def decode_charter(data: bytes) -> Charter:
     try:
         charter = decode(data, Charter, max_bytes=MAX_CHARTER_BYTES)
     except RemoteProtocolError as error:
+        _check_version(*_version_in(data))  # another version has other fields: say so instead
         raise CharterError(f"these bytes are no charter: {error}; ask for a new invite") from None
     verify_charter(charter)
     return charter
@@ -109,12 +116,7 @@ def decode_charter(data: bytes) -> Charter:
 def verify_charter(charter: Charter) -> None:
     """Raise `CharterError` unless the charter is consistent, of this protocol version and signed by its
     founder."""
-    if charter.protocol_version != PROTOCOL_VERSION:
-        newer = charter.protocol_version > PROTOCOL_VERSION
-        raise CharterError(
-            f"swarm {charter.name!r} speaks protocol version {charter.protocol_version}, this program "
-            f"{PROTOCOL_VERSION}: {'update this program' if newer else 'ask its founder to found it again'}"
-        )
+    _check_version(charter.name, charter.protocol_version)
     try:  # the signature first: consistency takes longer, and is owed to nobody who has not signed
         signed = _signed_bytes(charter)
     except LocalProtocolError as error:
@@ -140,6 +142,30 @@ def canonical_json(value: object) -> str:
     except (TypeError, ValueError, RecursionError) as error:
         raise CharterError(f"an environment config must hold plain TOML values only: {error}") from None
     return text
+
+
+class _AnyCharter(msgspec.Struct):
+    """What charters of all versions have."""
+
+    name: Name
+    protocol_version: int
+
+
+def _version_in(data: bytes) -> tuple[str, int]:
+    """Name and version of a charter that may be of another version; this version where it is none at all."""
+    try:
+        peeked = msgspec.msgpack.decode(data, type=_AnyCharter)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return "", PROTOCOL_VERSION
+    return peeked.name, peeked.protocol_version
+
+
+def _check_version(name: str, version: int) -> None:
+    if version != PROTOCOL_VERSION:
+        raise CharterError(
+            f"swarm {name!r} speaks protocol version {version}, this program {PROTOCOL_VERSION}: "
+            + ("update this program" if version > PROTOCOL_VERSION else "ask its founder to found it again")
+        )
 
 
 def _unsigned_bytes(charter: Charter) -> bytes:
@@ -211,6 +237,18 @@ def _check_consistency(charter: Charter) -> None:
         raise CharterError(
             f"group_size {charter.group_size} and max_new_tokens {charter.max_new_tokens} make groups of up "
             f"to {body_bytes} bytes, and no body may have more than {MAX_BLOB_BYTES}; lower one of them"
+        )
+    if charter.receipt_windows < charter.rules.max_age_windows:
+        raise CharterError(
+            f"receipt_windows {charter.receipt_windows} is below max_age_windows "
+            f"{charter.rules.max_age_windows}: groups would be gone while they may still be used; raise it"
+        )
+    receipt_bytes = body_bytes * charter.slots_per_window * charter.receipt_windows
+    if receipt_bytes > MAX_RECEIPT_BYTES:
+        raise CharterError(
+            f"slots_per_window {charter.slots_per_window} and receipt_windows {charter.receipt_windows} let "
+            f"a member keep {receipt_bytes} bytes of groups, and nobody keeps more than {MAX_RECEIPT_BYTES}; "
+            "lower one of them"
         )
     _refuse_repeated([spec.name for spec in charter.environments], "environment name")
     _refuse_repeated([spec.name for spec in charter.tokenizers], "tokenizer name")

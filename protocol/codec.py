@@ -16,7 +16,6 @@ import functools
 import hashlib
 import math
 import struct
-from collections.abc import Iterable
 from typing import Any, NoReturn, TypeVar
 
 import msgpack
@@ -24,9 +23,9 @@ import msgspec
 
 from protocol.constants import DOMAIN, MAX_DEPTH, MAX_ITEMS, PROTOCOL_VERSION
 from protocol.errors import DecodeError, LimitError, LocalProtocolError
-from protocol.messages import Digest, Record, Rollout
+from protocol.messages import Digest, Record
 
-__all__ = ["completions_digest", "decode", "digest", "encode", "framed", "shown"]
+__all__ = ["decode", "digest", "encode", "framed", "shown"]
 
 R = TypeVar("R", bound=Record)
 
@@ -99,18 +98,6 @@ def framed(purpose: str, *fields: bytes) -> bytes:
     """
     parts = (DOMAIN, str(PROTOCOL_VERSION).encode("ascii"), purpose.encode("ascii"), *fields)
     return b"".join(len(part).to_bytes(8, "big") + part for part in parts)
-
-
-def completions_digest(rollouts: Iterable[Rollout]) -> Digest:
-    """Digest of what a group generated: token ids, log-probabilities and text, in order.
-
-    Author, slot, prompt, versions, seeds and claimed rewards are left out, so that a copy under another name
-    or in another slot has the same digest. Lone surrogates of a broken tokenizer are hashed, not refused.
-    """
-    fields: list[bytes] = []
-    for rollout in rollouts:
-        fields += (rollout.token_ids, rollout.logprobs, rollout.text.encode("utf-8", "surrogatepass"))
-    return digest(framed("completions", *fields))
 
 
 def shown(value: str | bytes) -> str:

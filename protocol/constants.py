@@ -6,7 +6,7 @@ No environment override. Each line says what changing it breaks; all of them cha
 
 from __future__ import annotations
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Changing breaks: every topic name and handshake; nodes of two versions do not talk."""
 
 DOMAIN = b"murmuration"
@@ -60,6 +60,19 @@ MAX_GROUP_ROLLOUTS = 64
 
 MAX_ROLLOUT_TOKENS = 32_768
 """Tokens of one completion. Changing breaks: longer rollouts are refused."""
+
+MAX_SEGMENTS = 64
+"""Segments of one rollout. Changing breaks: longer conversations are refused."""
+
+MAX_REWARD_COMPONENTS = 16
+"""Named parts of one reward. Changing breaks: rewards of more parts are refused."""
+
+MAX_COMMITMENT_BYTES = 8 * 1024
+"""Commitment of one group. Changing breaks: larger ones are refused."""
+
+MAX_RECEIPT_BYTES = 1024**3
+"""Bodies that a member keeps to answer for its receipts. Changing breaks: charters that ask for more are
+refused."""
 
 MAX_TEXT_CHARS = 256 * 1024
 """Characters of one prompt or completion. Changing breaks: longer texts are refused."""

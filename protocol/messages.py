@@ -2,8 +2,8 @@
 
 A record is frozen, typed and closed: an unknown field, a missing field or a wrong type is refused by
 `protocol.codec.decode`. Bounds stand in the types, so a record that exists is within them. Token arrays are
-raw little-endian bytes whose lengths are checked against each other by `node/verify/schema.py`, because a
-peer's count is never used to allocate.
+raw little-endian bytes whose lengths `protocol/rollouts.py` compares with each other, because a peer's count
+is never used to allocate.
 
 Units: `*_at` are integer milliseconds since 1970, `*_ms` milliseconds, `*_s` seconds. Digests are 64
 lower-case hex characters of SHA-256.
@@ -22,14 +22,18 @@ from protocol.constants import (
     MAX_CHAIN_LINKS,
     MAX_CHUNK_BYTES,
     MAX_CHUNKS,
+    MAX_COMMITMENT_BYTES,
     MAX_CONTRIBUTIONS,
     MAX_GROUP_ROLLOUTS,
     MAX_REMOVED_TAGS,
+    MAX_REWARD_COMPONENTS,
     MAX_ROLLOUT_TOKENS,
+    MAX_SEGMENTS,
     MAX_TEXT_CHARS,
     MAX_WEIGHTS_BYTES,
     MIN_CHUNK_BYTES,
 )
+from protocol.errors import DecodeError
 
 __all__ = [
     "Announcement",
@@ -43,6 +47,7 @@ __all__ = [
     "ChunksReply",
     "ChunksRequest",
     "Digest",
+    "EnvironmentSegment",
     "EnvironmentSpec",
     "FinishReason",
     "Hello",
@@ -54,15 +59,21 @@ __all__ = [
     "MergeRequest",
     "Millis",
     "Name",
+    "Origin",
     "PeerId",
     "PeerRecord",
+    "PolicySegment",
     "PromptRef",
     "ReconcileReply",
     "ReconcileRequest",
     "Record",
+    "RewardComponent",
     "Rollout",
     "RolloutGroup",
+    "RolloutReply",
+    "RolloutRequest",
     "Sampling",
+    "Segment",
     "SignedLink",
     "SignedRemoval",
     "TokenizerSpec",
@@ -79,6 +90,8 @@ Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
 Uint = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Millis = Annotated[int, Meta(ge=0, le=2**53)]
 TokenBytes = Annotated[bytes, Meta(max_length=4 * MAX_ROLLOUT_TOKENS)]
+Commitment = Annotated[bytes, Meta(max_length=MAX_COMMITMENT_BYTES)]
+"""Room for evidence about how a group was computed. Empty today."""
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -134,6 +147,8 @@ class Charter(Record, frozen=True):
     pool_size: Annotated[int, Meta(ge=1, le=2**16)] = 128
     slots_per_window: Annotated[int, Meta(ge=1, le=2**16)] = 64
     max_skip_share: Annotated[float, Meta(ge=0, le=1)] = 0.5
+    receipt_windows: Annotated[int, Meta(ge=1, le=1000)] = 8
+    """An author can be asked for the body behind a receipt until this many windows after its own."""
     rules: VerificationRules = VerificationRules()
     signature: Annotated[bytes, Meta(max_length=64)] = b""
 
@@ -172,21 +187,72 @@ class PromptRef(Record, frozen=True):
     index: Annotated[int, Meta(ge=0, le=2**31)]
 
 
-class Rollout(Record, frozen=True):
-    """One completion. T tokens, the end token included if `finish` is STOP.
+class Origin(StrEnum):
+    """Who wrote a segment that the policy did not: the environment, or a tool that the policy called."""
+
+    ENVIRONMENT = "environment"
+    TOOL = "tool"
+
+
+class PolicySegment(Record, frozen=True, tag="policy"):
+    """T tokens that the policy sampled, the end token included if `finish` is STOP. Trained on.
 
     `token_ids` T x uint32, `logprobs` T x float32 (behaviour policy, natural log), `versions` T x uint32, all
-    little-endian. `text` is what is scored (special tokens removed). `reward` is the author's claim:
-    receivers compare it, and use their own.
+    little-endian.
     """
 
-    text: Text
     token_ids: TokenBytes
     logprobs: TokenBytes
     versions: TokenBytes
     finish: FinishReason
+
+
+class EnvironmentSegment(Record, frozen=True, tag="environment"):
+    """T tokens that the policy read between its own: `token_ids` T x uint32, little-endian. Not trained
+    on."""
+
+    token_ids: TokenBytes
+    origin: Origin
+
+
+Segment = PolicySegment | EnvironmentSegment
+"""One stretch of a rollout by one author. On the wire its first field is `type`: policy or environment."""
+
+
+class RewardComponent(Record, frozen=True):
+    """One named part of a reward."""
+
+    name: Name
+    value: float
+
+
+class Rollout(Record, frozen=True):
+    """One completion of a prompt: its segments, in the order in which they were written.
+
+    `text` is what is scored (special tokens removed). `reward` is the author's claim, and so are its parts,
+    none where it has one part only: receivers compare `reward`, and use their own.
+    `protocol.rollouts.single_turn` makes the rollout of one policy segment.
+    """
+
+    text: Text
+    segments: Annotated[tuple[Segment, ...], Meta(min_length=1, max_length=MAX_SEGMENTS)]
     reward: float
     seed: Uint
+    reward_components: Annotated[tuple[RewardComponent, ...], Meta(max_length=MAX_REWARD_COMPONENTS)] = ()
+
+    @property
+    def answer(self) -> PolicySegment:
+        """The one policy segment of a single-turn rollout, which is the only kind today. Raises DecodeError
+        (`segments`) for every other one."""
+        if len(self.segments) == 1 and isinstance(self.segments[0], PolicySegment):
+            return self.segments[0]
+        kinds = ", ".join(type(segment).__name__ for segment in self.segments)
+        raise DecodeError(f"the environments here have one turn, this rollout has {kinds}", reason="segments")
+
+    @property
+    def finish(self) -> FinishReason:
+        """Why the answer ended. Raises as `answer` does."""
+        return self.answer.finish
 
 
 class RolloutGroup(Record, frozen=True):
@@ -197,6 +263,9 @@ class RolloutGroup(Record, frozen=True):
     lineage: Lineage
     policy_version: Uint
     """Newest version that produced a token of this group."""
+    mean_version: float
+    """Sum of the versions of all its tokens divided by their number, in float64."""
+    oldest_version: Uint
     environment: Name
     prompt: PromptRef
     question: Text
@@ -204,6 +273,7 @@ class RolloutGroup(Record, frozen=True):
     engine: Name
     dtype: Name
     rollouts: Annotated[tuple[Rollout, ...], Meta(min_length=1, max_length=MAX_GROUP_ROLLOUTS)]
+    commitment: Commitment = b""
 
 
 # --- share: author -> gossip -> everybody -------------------------------------------------------------------
@@ -217,16 +287,27 @@ class BlobRef(Record, frozen=True):
 
 
 class Announcement(Record, frozen=True):
-    """The signed receipt of one slot. With `body` it offers the group; without, it shows that the slot was
-    answered and all rewards were alike (D4)."""
+    """The signed receipt of one slot, and the offer of its group. The author answers for it with the body, or
+    with any one rollout, for `receipt_windows` of the charter, also where all rewards are alike (D4)."""
 
     lineage: Lineage
     policy_version: Uint
+    mean_version: float
+    oldest_version: Uint
+    """Versions as in `RolloutGroup`."""
     prompt: PromptRef
     completions: Digest
-    """`protocol.codec.completions_digest` of the group's rollouts, independent of the author."""
+    """`protocol.receipts.slot_digest` of author, lineage, prompt and rollouts: nobody else can announce
+    it."""
     rewards: Annotated[tuple[float, ...], Meta(min_length=1, max_length=MAX_GROUP_ROLLOUTS)]
-    body: BlobRef | None = None
+    body: BlobRef
+    commitment: Commitment = b""
+
+    @property
+    def mixed(self) -> bool:
+        """Whether the rewards differ: a group whose rewards are all alike teaches nothing and is not
+        fetched."""
+        return len(set(self.rewards)) > 1
 
 
 # --- broadcast: owner -> followers, follower <-> follower ---------------------------------------------------
@@ -373,6 +454,22 @@ class BlobReply(Record, frozen=True):
     """author -> collector: the size that follows in frames, or 0 when the blob is not here (any more)."""
 
     size: Annotated[int, Meta(ge=0, le=MAX_BLOB_BYTES)]
+
+
+class RolloutRequest(Record, frozen=True):
+    """verifier -> author: the rollout at this place of the group that the receipt `completions` stands
+    for."""
+
+    completions: Digest
+    index: Annotated[int, Meta(ge=0, lt=MAX_GROUP_ROLLOUTS)]
+
+
+class RolloutReply(Record, frozen=True):
+    """author -> verifier: the rollout and its path to the root (`protocol.receipts`), None when it is not
+    here (any more)."""
+
+    rollout: Rollout | None
+    path: Annotated[bytes, Meta(max_length=32 * (MAX_GROUP_ROLLOUTS - 1).bit_length())]
 
 
 class ReconcileRequest(Record, frozen=True):

@@ -1,7 +1,7 @@
 """Names on the network: gossip topics, stream protocols and DHT keys, all with the protocol version in them.
 
 Two protocol versions therefore never read each other's bytes; they meet in the handshake only, which tells
-them so. Keys have one owner each, `murmuration/1/<kind>/<swarm id>/<peer id>`, and `parse_key` is the only
+them so. Keys have one owner each, `murmuration/2/<kind>/<swarm id>/<peer id>`, and `parse_key` is the only
 reader of that shape: what it refuses is never stored. Not for building local paths.
 """
 
@@ -23,6 +23,7 @@ __all__ = [
     "HELLO_PROTOCOL",
     "MERGE_PROTOCOL",
     "RECONCILE_PROTOCOL",
+    "ROLLOUT_PROTOCOL",
     "RecordKey",
     "RecordKind",
     "announcement_topic",
@@ -46,6 +47,8 @@ MERGE_PROTOCOL = f"/{_NAME}/{PROTOCOL_VERSION}/merge"
 """Contributions to a merge: MergeRequest, MergeReply, SignedLinks, SignedRemovals."""
 RECONCILE_PROTOCOL = f"/{_NAME}/{PROTOCOL_VERSION}/reconcile"
 """Repair of lossy gossip: ReconcileRequest, ReconcileReply, envelopes."""
+ROLLOUT_PROTOCOL = f"/{_NAME}/{PROTOCOL_VERSION}/rollout"
+"""One rollout of a receipt: RolloutRequest, RolloutReply."""
 
 _KEY = re.compile(rf"{_NAME}/([0-9]{{1,9}})/([a-z]{{1,16}})/([0-9a-f]{{64}})/([1-9A-HJ-NP-Za-km-z]{{52}})")
 

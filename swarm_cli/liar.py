@@ -14,7 +14,7 @@ from enum import StrEnum
 import msgspec
 
 from node.share.publish import announce
-from protocol.messages import Announcement, Charter, Digest, Lineage, PromptRef, RolloutGroup
+from protocol.messages import Announcement, Charter, Digest, Lineage, PromptRef, Rollout, RolloutGroup
 from protocol.prompts import slots
 
 __all__ = ["Liar", "Lie"]
@@ -59,10 +59,9 @@ class Liar:
             Lie.EASY_QUESTION: self._easy_question,
             Lie.WRONG_INDEX: self._wrong_index,
         }[kind](group)
-        if false is None:
+        if false is None or len({rollout.reward for rollout in false.rollouts}) == 1:
             return None
-        announcement, body = announce(false)
-        return None if body is None else (announcement, body)
+        return announce(false)
 
     def _false_reward(self, group: RolloutGroup) -> RolloutGroup:
         """Mixed rewards are turned upside down; where all are alike, every second one is."""
@@ -94,10 +93,9 @@ class Liar:
             prompt=PromptRef(window=window, slot=mine.index(index), index=index),
             # The author's version would make the liar's own groups look old.
             policy_version=0,
-            rollouts=tuple(
-                msgspec.structs.replace(rollout, versions=bytes(len(rollout.versions)))
-                for rollout in group.rollouts
-            ),
+            mean_version=0.0,
+            oldest_version=0,
+            rollouts=tuple(map(_at_version_0, group.rollouts)),
         )
 
     def _easy_question(self, group: RolloutGroup) -> RolloutGroup:
@@ -108,3 +106,9 @@ class Liar:
         prompt = group.prompt
         slot = (prompt.slot + 1) % self.charter.slots_per_window
         return msgspec.structs.replace(group, prompt=msgspec.structs.replace(prompt, slot=slot))
+
+
+def _at_version_0(rollout: Rollout) -> Rollout:
+    """As if the untrained policy had drawn it."""
+    answer = msgspec.structs.replace(rollout.answer, versions=bytes(len(rollout.answer.versions)))
+    return msgspec.structs.replace(rollout, segments=(answer,))

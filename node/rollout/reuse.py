@@ -37,6 +37,7 @@ from numpy.typing import NDArray
 from node.rollout.engine.base import Engine, Prefix, TokenSequence
 from protocol.errors import ConfigError
 from protocol.messages import Rollout
+from protocol.rollouts import parse_tokens
 
 __all__ = ["ReuseBook", "accepted_length"]
 
@@ -113,8 +114,8 @@ class ReuseBook:
     def remember(self, prompt_index: int, rollouts: Sequence[Rollout]) -> None:
         """These finished rollouts are the drafts of the prompt from now on, in place of earlier ones."""
         drafts = [
-            _Draft(np.frombuffer(rollout.token_ids, "<u4"), np.frombuffer(rollout.logprobs, "<f4"))
-            for rollout in rollouts[: self._max_rollouts]
+            _Draft(arrays.token_ids_T, arrays.logprobs_T)
+            for arrays in map(parse_tokens, rollouts[: self._max_rollouts])
         ]
         with self._lock:
             self._forget(prompt_index)

@@ -48,6 +48,7 @@ from protocol.messages import (
     RolloutGroup,
     Sampling,
 )
+from protocol.rollouts import parse_tokens, version_span
 
 __all__ = ["OwnGroup", "RolloutWorker", "completions_of", "make_group", "request_seed"]
 
@@ -88,11 +89,13 @@ def make_group(
     rewards: Sequence[float],
 ) -> RolloutGroup:
     """A complete group record of generated and scored rollouts."""
-    versions = [int.from_bytes(r.versions[-4:], "little") for r in rollouts if r.versions]
+    span = version_span([parse_tokens(rollout) for rollout in rollouts])
     return RolloutGroup(
         author=author,
         lineage=lineage,
-        policy_version=max(versions, default=engine.policy_version),
+        policy_version=span.newest,
+        mean_version=span.mean,
+        oldest_version=span.oldest,
         environment=assigned.prompt.environment,
         prompt=assigned.ref,
         question=assigned.prompt.text,
@@ -262,7 +265,7 @@ class RolloutWorker:
         """Blocking."""
         requests = [self._drafted(assigned, request) for assigned, request in batch]
         groups = self._engine.generate(requests)
-        self._batch_tokens += sum(len(rollout.token_ids) // 4 for rollouts in groups for rollout in rollouts)
+        self._batch_tokens += sum(len(each.answer.token_ids) // 4 for rollouts in groups for each in rollouts)
         self._batch_tokens -= sum(len(prefix.token_ids) for each in requests for prefix in each.prefixes)
         return groups
 

@@ -47,8 +47,6 @@ async def fetch_body(transport: Transport, peer_id: PeerId, heard: Heard, timeou
     """The announced blob from `peer_id`. Raises DecodeError when the size differs, TransportError or
     TimeoutError."""
     blob = heard.announcement.body
-    if blob is None:
-        raise DecodeError("the announcement offers no body", reason="no_body")
     async with asyncio.timeout(timeout_s):
         stream = await transport.open_stream(peer_id, BLOB_PROTOCOL)
         try:
@@ -122,7 +120,7 @@ class Collector:
 
     async def _listen(self) -> None:
         async for heard in self._gossip.heard():
-            if not self._worth_keeping(heard) or heard.announcement.body is None:
+            if not self._worth_keeping(heard) or not heard.announcement.mixed:
                 continue
             self._offers.setdefault(heard.sender, deque(maxlen=OFFERS_PER_AUTHOR)).append(heard)
             self._offers.move_to_end(heard.sender)

@@ -128,9 +128,9 @@ def training_rollouts(
     """
     made = []
     for rollout in rollouts:
-        tokens = _array(group, rollout.token_ids, "<u4", "token_ids").astype(np.int64)
-        behaviour = _array(group, rollout.logprobs, "<f4", "logprobs").astype(np.float32)
-        versions = _array(group, rollout.versions, "<u4", "versions").astype(np.int64)
+        tokens = _array(group, rollout.answer.token_ids, "<u4", "token_ids").astype(np.int64)
+        behaviour = _array(group, rollout.answer.logprobs, "<f4", "logprobs").astype(np.float32)
+        versions = _array(group, rollout.answer.versions, "<u4", "versions").astype(np.int64)
         if not len(tokens) == len(behaviour) == len(versions):
             raise TrainingDataError(
                 group,

@@ -347,7 +347,7 @@ class TrainStage:
             reward_external=fmean(fmean(group.rewards) for group in external) if external else 0.0,
             entropy=report.entropy,
             kl_start=report.kl_start,
-            length_mean=fmean(len(rollout.token_ids) // 4 for rollout in rollouts),
+            length_mean=fmean(len(rollout.answer.token_ids) // 4 for rollout in rollouts),
             finished_share=fmean(rollout.finish is FinishReason.STOP for rollout in rollouts),
             zero_variance_share=fmean(not has_signal(each.rewards) for each in own),
             grad_norm=report.grad_norm,
@@ -381,7 +381,7 @@ class TrainStage:
 
 def _versions(group: RolloutGroup) -> NDArray[np.uint32]:
     """Of every token of the group."""
-    return np.frombuffer(b"".join(rollout.versions for rollout in group.rollouts), dtype="<u4")
+    return np.frombuffer(b"".join(rollout.answer.versions for rollout in group.rollouts), dtype="<u4")
 
 
 def _finite(value: Any) -> Any:

@@ -13,11 +13,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from node.events import CheckOutcome
 from protocol.messages import Announcement, PeerId, RolloutGroup
+from protocol.rollouts import TokenArrays
 
 __all__ = [
     "ACCEPT",
@@ -28,7 +26,6 @@ __all__ = [
     "Item",
     "Judgement",
     "Sighting",
-    "TokenArrays",
     "Verdict",
     "reject",
     "same_values",
@@ -82,15 +79,6 @@ class Candidate:
     announcement: Announcement
     body: bytes
     arrived_at: int
-
-
-@dataclass(frozen=True, slots=True)
-class TokenArrays:
-    """The T tokens of one rollout, parsed: views on the body's bytes, so read-only."""
-
-    token_ids_T: NDArray[np.uint32]
-    logprobs_T: NDArray[np.float32]
-    versions_T: NDArray[np.uint32]
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from node.verify.base import TokenArrays
 from protocol.messages import Lineage, PeerId, RolloutGroup
+from protocol.rollouts import TokenArrays
 
 __all__ = ["COPY_NATS", "GroupPrint", "RolloutPrint", "evidence_nats", "print_group"]
 
@@ -75,7 +75,7 @@ def print_group(group: RolloutGroup, tokens: Sequence[TokenArrays], arrived_at: 
         arrived_at=arrived_at,
         rollouts=tuple(
             RolloutPrint(
-                key=rollout.token_ids[: 4 * PRINT_TOKENS],
+                key=rollout.answer.token_ids[: 4 * PRINT_TOKENS],
                 logprobs_T=arrays.logprobs_T[:PRINT_TOKENS].copy(),
                 versions_T=arrays.versions_T[:PRINT_TOKENS].copy(),
                 logprob_sum=float(arrays.logprobs_T.sum(dtype=np.float64)),

@@ -1,29 +1,27 @@
 """Copied completions: the first arrival of a group counts, whatever time its author claims.
 
-A bounded index of prints (`coincidence.py`) of own and accepted groups, by the token ids of their rollouts,
-and of completion digests that were announced with a body, fetched or not. A candidate is compared with the
-groups that share half of its completions; enough evidence, and it is `copied` (another author's) or
-`replayed` (its own, from another slot). A print enters when this check passes and leaves when a later check
-refuses the group, so two candidates in flight see each other and a refused group accuses nobody.
+A bounded index of prints (`coincidence.py`) of own and accepted groups, by the token ids of their rollouts. A
+candidate is compared with the groups that share half of its completions; enough evidence, and it is `copied`
+(another author's) or `replayed` (its own, from another slot). Only bodies that were served count: an
+announcement alone accuses nobody, since its digest is bound to its author (`protocol/receipts.py`). A print
+enters when this check passes and leaves when a later check refuses the group, so two candidates in flight see
+each other and a refused group accuses nobody.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
-import numpy as np
-
-from node.verify.base import ACCEPT, Item, Sighting, TokenArrays, Verdict, reject
-from node.verify.coincidence import COPY_NATS, GroupPrint, RolloutPrint, evidence_nats, print_group
-from protocol.messages import Digest, Lineage, PeerId, RolloutGroup
+from node.verify.base import ACCEPT, Item, Verdict, reject
+from node.verify.coincidence import COPY_NATS, GroupPrint, evidence_nats, print_group
+from protocol.messages import PeerId, RolloutGroup
+from protocol.rollouts import TokenArrays
 
 __all__ = ["Copies"]
 
 MAX_PRINTS = 4096
 """Groups remembered: 4 MB of eight short answers each, at most 200 MB of 64 long ones."""
-MAX_CLAIMS = 16_384
 MAX_GROUPS_PER_COMPLETION = 256
 """A common completion ("7") occurs in very many groups; the newest are compared."""
 MAX_COMPARISONS = 64
@@ -32,53 +30,19 @@ PrintKey = tuple[PeerId, int, int]
 """Author, window, slot."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Claim:
-    """Who first announced a digest of completions."""
-
-    author: PeerId
-    lineage: Lineage
-    window: int
-    slot: int
-    policy_version: int
-    arrived_at: int
-
-
 class Copies:
     """The index and the check on it. Hard."""
 
     name = "copies"
     hard = True
 
-    def __init__(self, max_prints: int = MAX_PRINTS, max_claims: int = MAX_CLAIMS) -> None:
+    def __init__(self, max_prints: int = MAX_PRINTS) -> None:
         self._max_prints = max_prints
-        self._max_claims = max_claims
         self._prints: OrderedDict[PrintKey, GroupPrint] = OrderedDict()
         self._holders: dict[bytes, OrderedDict[PrintKey, None]] = {}
-        self._claims: OrderedDict[Digest, _Claim] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._prints)
-
-    def claim(self, sighting: Sighting) -> None:
-        """Remember who first announced these completions with a body, fetched or not."""
-        announcement = sighting.announcement
-        if announcement.body is None:
-            return  # rewards all alike: the completions never travelled, so nobody can have copied them
-        known = self._claims.get(announcement.completions)
-        if known is not None and known.arrived_at <= sighting.arrived_at:
-            return
-        prompt = announcement.prompt
-        self._claims[announcement.completions] = _Claim(
-            author=sighting.sender,
-            lineage=announcement.lineage,
-            window=prompt.window,
-            slot=prompt.slot,
-            policy_version=announcement.policy_version,
-            arrived_at=sighting.arrived_at,
-        )
-        while len(self._claims) > self._max_claims:
-            self._claims.popitem(last=False)
 
     def remember(self, group: RolloutGroup, tokens: Sequence[TokenArrays], arrived_at: int) -> None:
         """Enter a group: an own one, or a candidate that passed this check."""
@@ -97,32 +61,22 @@ class Copies:
     def forget(self, item: Item) -> None:
         """A later check refused the group: it must not accuse others."""
         self._drop((item.group.author, item.group.prompt.window, item.group.prompt.slot))
-        claim = self._claims.get(item.announcement.completions)
-        if claim is not None and claim.author == item.sender:
-            del self._claims[item.announcement.completions]
 
     def check(self, item: Item) -> Verdict:
         """See `Check.check`."""
         own = print_group(item.group, item.tokens, item.arrived_at)
-        for earlier in self._earlier(own, item.announcement.completions):
+        for earlier in self._earlier(own):
             if evidence_nats(own, earlier) >= COPY_NATS:
                 return reject("replayed" if earlier.author == own.author else "copied")
         return ACCEPT
 
-    def _earlier(self, own: GroupPrint, completions: Digest) -> list[GroupPrint]:
+    def _earlier(self, own: GroupPrint) -> list[GroupPrint]:
         """Groups that came first and share at least half of the completions, those that share most first."""
         place = (own.author, own.window, own.slot)
         shared: Counter[PrintKey] = Counter()
         for rollout in own.rollouts:
             shared.update(list(self._holders.get(rollout.key, ())))  # a mapping would be added as counts
         earlier: list[GroupPrint] = []
-        claim = self._claims.get(completions)
-        if (
-            claim is not None
-            and (claim.author, claim.window, claim.slot) != place
-            and claim.arrived_at <= own.arrived_at
-        ):
-            earlier.append(_claimed_group(claim, own.rollouts))
         for key, count in shared.most_common(MAX_COMPARISONS):
             known = self._prints[key]
             if key != place and 2 * count >= len(own.rollouts) and known.arrived_at <= own.arrived_at:
@@ -139,21 +93,3 @@ class Copies:
                 holders.pop(key, None)
                 if not holders:
                     del self._holders[completion]
-
-
-def _claimed_group(claim: _Claim, rollouts: tuple[RolloutPrint, ...]) -> GroupPrint:
-    """The claimant's group, unseen: the digest covers ids and log-probabilities, so it equals the candidate's
-    bit for bit; only the versions are its own, and at most the announced one."""
-    return GroupPrint(
-        author=claim.author,
-        lineage=claim.lineage,
-        window=claim.window,
-        slot=claim.slot,
-        arrived_at=claim.arrived_at,
-        rollouts=tuple(
-            replace(
-                rollout, versions_T=np.full_like(rollout.versions_T, min(claim.policy_version, 2**32 - 1))
-            )
-            for rollout in rollouts
-        ),
-    )

@@ -29,11 +29,12 @@ from node.verify.lineage import LineageClaim, OwnLineage
 from node.verify.plausibility import LocalEngine, LocalPolicy, Plausibility
 from node.verify.provenance import Duplicate, PromptDerivation, SkipShare, SlotDerivation
 from node.verify.reward import GroupScorer, Reward
-from node.verify.schema import Schema, parse_tokens
+from node.verify.schema import Schema
 from node.verify.tokens import Decode, PrefixConsistency, Tokens
 from protocol.constants import MAX_CLOCK_SKEW_MS
 from protocol.errors import RemoteProtocolError
 from protocol.messages import Announcement, Charter, Digest, PeerId, RolloutGroup
+from protocol.rollouts import parse_tokens
 
 __all__ = ["Verifier", "run_checks"]
 
@@ -130,10 +131,10 @@ class Verifier:
         self._costs_s: dict[str, float] = {}
 
     def observe(self, sender: PeerId, announcement: Announcement, arrived_at: int) -> Verdict:
-        """What an announcement alone tells, with a body or without; a rejected one is not worth fetching.
+        """What an announcement alone tells; a rejected one is not worth fetching.
 
-        Call it once for every announcement heard: it keeps the receipts that equivocation, skipping, lag and
-        copies are judged by. Repeating is harmless."""
+        Call it once for every announcement heard: it keeps the receipts that equivocation, skipping and lag
+        are judged by. Repeating is harmless."""
         try:
             self._schema.check_announcement(sender, announcement)
         except RemoteProtocolError as error:
@@ -145,7 +146,6 @@ class Verifier:
             verdict = check.check(sighting)
             if verdict.decision is Decision.REJECT:
                 return verdict
-        self._copies.claim(sighting)
         return ACCEPT
 
     def is_fresh(self, sender: PeerId, announcement: Announcement) -> bool:
@@ -201,7 +201,6 @@ class Verifier:
     async def _judge_dear(self, item: Item, outcomes: list[CheckOutcome]) -> Verdict:
         # Remembered before the first await, so that a copy judged meanwhile meets it; forgotten unless
         # accepted.
-        self._copies.claim(item)
         self._copies.remember(item.group, item.tokens, item.arrived_at)
         accepted = judged = False
         try:

@@ -13,14 +13,16 @@ import math
 
 import numpy as np
 
-from node.verify.base import Candidate, Item, TokenArrays
+from node.verify.base import Candidate, Item
 from protocol.charter import is_member
-from protocol.codec import completions_digest, decode, digest
+from protocol.codec import decode, digest
 from protocol.constants import MAX_BLOB_BYTES, MAX_TEXT_CHARS
 from protocol.errors import DecodeError, LimitError, RemoteProtocolError
 from protocol.messages import Announcement, Charter, PeerId, Rollout, RolloutGroup, TokenizerSpec
+from protocol.receipts import slot_digest
+from protocol.rollouts import TokenArrays, parse_tokens, version_span
 
-__all__ = ["TEXT_BYTES_PER_TOKEN", "Schema", "max_body_bytes", "parse_tokens", "tokenizer_spec"]
+__all__ = ["TEXT_BYTES_PER_TOKEN", "Schema", "max_body_bytes", "tokenizer_spec"]
 
 TEXT_BYTES_PER_TOKEN = 128
 """Longest text of one token. Vocabularies in use stop at 128 spaces; without a bound, 16 tokens may claim 16
@@ -51,23 +53,6 @@ def max_body_bytes(charter: Charter) -> int:
     return min(charter.group_size * rollout_bytes + GROUP_OVERHEAD_BYTES, MAX_BLOB_BYTES)
 
 
-def parse_tokens(rollout: Rollout) -> TokenArrays:
-    """Views on a rollout's arrays. Raises DecodeError when they are empty or of unequal lengths."""
-    size = len(rollout.token_ids)
-    if size % 4 or len(rollout.logprobs) != size or len(rollout.versions) != size:
-        raise DecodeError(
-            f"arrays of {size}, {len(rollout.logprobs)} and {len(rollout.versions)} bytes",
-            reason="array_length",
-        )
-    if size == 0:
-        raise DecodeError("a rollout without tokens", reason="empty")
-    return TokenArrays(
-        token_ids_T=np.frombuffer(rollout.token_ids, dtype="<u4"),
-        logprobs_T=np.frombuffer(rollout.logprobs, dtype="<f4"),
-        versions_T=np.frombuffer(rollout.versions, dtype="<u4"),
-    )
-
-
 class Schema:
     """Shapes and relations, checked against one charter."""
 
@@ -94,7 +79,13 @@ class Schema:
             )
         if not all(math.isfinite(reward) for reward in announcement.rewards):
             raise DecodeError("an announced reward is not finite", reason="not_finite")
-        if announcement.body is not None and announcement.body.size > self._max_body_bytes:
+        if not announcement.oldest_version <= announcement.mean_version <= announcement.policy_version:
+            raise DecodeError(
+                f"a mean version of {announcement.mean_version} between {announcement.oldest_version} and "
+                f"{announcement.policy_version}",
+                reason="version_order",
+            )
+        if announcement.body.size > self._max_body_bytes:
             raise LimitError(
                 f"a body of {announcement.body.size} bytes; groups here need at most {self._max_body_bytes}",
                 reason="body_too_large",
@@ -105,8 +96,6 @@ class Schema:
         announcement, body = candidate.announcement, candidate.body
         self.check_announcement(candidate.sender, announcement)
         blob = announcement.body
-        if blob is None:
-            raise DecodeError("the announcement offers no body", reason="no_body")
         if len(body) != blob.size:
             raise DecodeError(f"announced {blob.size} bytes, got {len(body)}", reason="size")
         if digest(body) != blob.digest:
@@ -115,7 +104,14 @@ class Schema:
         self._check_agreement(candidate, group)
         self._check_caps(group)
         tokens = tuple(self._token_arrays(rollout, group) for rollout in group.rollouts)
-        if completions_digest(group.rollouts) != announcement.completions:
+        span = version_span(tokens)
+        if (span.newest, span.mean, span.oldest) != (
+            group.policy_version,
+            group.mean_version,
+            group.oldest_version,
+        ):
+            raise DecodeError("versions that are not those of the group's tokens", reason="version_order")
+        if slot_digest(group.author, group.lineage, group.prompt, group.rollouts) != announcement.completions:
             raise DecodeError("the completions are not the announced ones", reason="completions_digest")
         return Item(candidate.sender, announcement, candidate.arrived_at, now_ms, group, tokens)
 
@@ -123,9 +119,24 @@ class Schema:
         announcement = candidate.announcement
         if group.author != candidate.sender:
             raise DecodeError(f"{candidate.sender} sent a group of {group.author}", reason="author")
-        said = (announcement.lineage, announcement.policy_version, announcement.prompt, announcement.rewards)
-        rewards = tuple(rollout.reward for rollout in group.rollouts)
-        if said != (group.lineage, group.policy_version, group.prompt, rewards):
+        said = (
+            announcement.lineage,
+            announcement.policy_version,
+            announcement.mean_version,
+            announcement.oldest_version,
+            announcement.prompt,
+            announcement.rewards,
+            announcement.commitment,
+        )
+        if said != (
+            group.lineage,
+            group.policy_version,
+            group.mean_version,
+            group.oldest_version,
+            group.prompt,
+            tuple(rollout.reward for rollout in group.rollouts),
+            group.commitment,
+        ):
             raise DecodeError("the body differs from its announcement", reason="announcement_mismatch")
 
     def _check_caps(self, group: RolloutGroup) -> None:
@@ -153,10 +164,8 @@ class Schema:
         text_bytes = len(rollout.text.encode())
         if text_bytes > TEXT_BYTES_PER_TOKEN * count:
             raise LimitError(f"{text_bytes} bytes of text from {count} tokens", reason="text_too_long")
-        if not (bool(np.isfinite(arrays.logprobs_T).all()) and math.isfinite(rollout.reward)):
-            raise DecodeError("a log-probability or reward is not finite", reason="not_finite")
+        if not np.isfinite(arrays.logprobs_T).all():
+            raise DecodeError("a log-probability is not finite", reason="not_finite")
         if bool((arrays.logprobs_T > LOGPROB_ROUNDING).any()):
             raise DecodeError("a log-probability above 0", reason="positive_logprob")
-        if int(arrays.versions_T.max()) > group.policy_version:
-            raise DecodeError("a token newer than its group's version", reason="version_order")
         return arrays

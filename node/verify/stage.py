@@ -71,7 +71,7 @@ class VerifyStage:
                     Candidate(heard.sender, heard.announcement, fetched.body, heard.arrived_at)
                 )
             self._book(heard.sender, judgement)
-            if judgement.accepted and judgement.group is not None and heard.announcement.body is not None:
+            if judgement.accepted and judgement.group is not None:
                 group = judgement.group
                 self._answered.add(group.prompt.index, heard.sender, judgement.rewards)
                 self._pool.add(
@@ -101,7 +101,7 @@ class VerifyStage:
             own=False,
             accepted=judgement.accepted,
             reason=judgement.reason,
-            group=announcement.body.digest[:12] if announcement.body else "",
+            group=announcement.body.digest[:12],
             environment=group.environment if group else "",
             window=announcement.prompt.window,
             slot=announcement.prompt.slot,

@@ -72,9 +72,10 @@ class PrefixConsistency:
         """See `Check.check`."""
         claims: dict[tuple[bytes, bytes], float] = {}
         for rollout, arrays in zip(item.group.rollouts, item.tokens, strict=True):
+            answer = rollout.answer
             for t, logprob in enumerate(arrays.logprobs_T[:PREFIX_TOKENS].tolist()):
                 end = 4 * (t + 1)
-                first = claims.setdefault((rollout.token_ids[:end], rollout.versions[:end]), logprob)
+                first = claims.setdefault((answer.token_ids[:end], answer.versions[:end]), logprob)
                 if abs(first - logprob) > PREFIX_TOLERANCE_NATS:
                     return suspect("inconsistent_logprobs")
         return ACCEPT

@@ -88,12 +88,7 @@ class LiarNode:
         self._used: set[tuple[int, int]] = set()
         self._copyable: OrderedDict[tuple[int, int], RolloutGroup] = OrderedDict()
         self.gossip = Gossip(transport, identity, charter, clock, sequence.next)
-        self._publisher = Publisher(
-            transport,
-            self.gossip,
-            keep_bodies=config.share.keep_bodies,
-            ttl_ms=(charter.rules.max_age_windows + 1) * charter.window_ms,
-        )
+        self._publisher = Publisher(transport, self.gossip, charter)
         record = PeerRecord(
             name=config.name,
             protocol_version=PROTOCOL_VERSION,
@@ -138,7 +133,7 @@ class LiarNode:
     async def listen(self) -> None:
         """Fetch every offered body: material for copies."""
         async for heard in self.gossip.heard():
-            if heard.announcement.body is None:
+            if not heard.announcement.mixed:
                 continue
             try:
                 body = await fetch_body(self._transport, heard.sender, heard, FETCH_S)

@@ -114,9 +114,9 @@ def check(
     for request, group in zip(requests, groups, strict=True):
         assert len(group) == request.n
         for rollout in group:
-            ids = np.frombuffer(rollout.token_ids, "<u4")
-            logprobs = np.frombuffer(rollout.logprobs, "<f4")
-            versions = np.frombuffer(rollout.versions, "<u4")
+            ids = np.frombuffer(rollout.answer.token_ids, "<u4")
+            logprobs = np.frombuffer(rollout.answer.logprobs, "<f4")
+            versions = np.frombuffer(rollout.answer.versions, "<u4")
             assert len(ids) == len(logprobs) == len(versions) <= request.sampling.max_new_tokens
             sequence = TokenSequence(request.prompt_ids, tuple(ids.tolist()))
             both = [oracle.logprobs([sequence])[0] for oracle in world.oracles]
@@ -157,7 +157,7 @@ def test_partial_rollouts_over_an_update(world: World, policy: Policy) -> None:
     spans = check(world, requests, drain(generation, done))
     assert any(span == {0, 1} for span in spans)
     assert generation.sampled == sum(
-        len(rollout.token_ids) // 4 for group in done.values() for rollout in group
+        len(rollout.answer.token_ids) // 4 for group in done.values() for rollout in group
     )
 
 
@@ -215,7 +215,7 @@ def test_an_adapter_alone_is_sent(policy: Policy, probe: list[TokenSequence]) ->
         changed = np.abs(np.concatenate(before) - theirs).mean()
         assert np.abs(ours - theirs).mean() < min(MEAN_TOLERANCE["bfloat16"], changed / 2)
         ((rollout, *_), *_) = engine.generate(ask(policy, n=2, max_new_tokens=16))
-        assert set(np.frombuffer(rollout.versions, "<u4").tolist()) == {1}
+        assert set(np.frombuffer(rollout.answer.versions, "<u4").tolist()) == {1}
     finally:
         engine.close()
 

@@ -29,12 +29,13 @@ from node.rollout.prompts import AssignedPrompt, Universe
 from node.rollout.worker import make_group
 from node.transport.base import Stream
 from node.transport.memory import MemoryTransport
-from protocol.codec import completions_digest, digest, encode
+from protocol.codec import digest, encode
 from protocol.constants import MAX_ENVELOPE_BYTES
 from protocol.envelope import seal
-from protocol.errors import TransportError
+from protocol.errors import LocalProtocolError, TransportError
 from protocol.messages import Announcement, BlobRef, BlobReply, Lineage, PromptRef, RolloutGroup, Sampling
 from protocol.prompts import slots, window_of
+from protocol.receipts import slot_digest
 from protocol.topics import (
     BLOB_PROTOCOL,
     CHARTER_PROTOCOL,
@@ -44,6 +45,7 @@ from protocol.topics import (
 )
 from tests.node.toy import TASK, Toy, ToyEnvironment, ToySwarm
 from tests.node.verify.world import identity
+from tests.rollouts import changed
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compiled_delta")]
 replace = msgspec.structs.replace
@@ -102,8 +104,10 @@ class Mallory:
         return Announcement(
             lineage=group.lineage,
             policy_version=group.policy_version,
+            mean_version=group.mean_version,
+            oldest_version=group.oldest_version,
             prompt=group.prompt,
-            completions=completions_digest(group.rollouts),
+            completions=completions_of(group),
             rewards=tuple(each.reward for each in group.rollouts),
             body=BlobRef(digest(body), len(body)),
         )
@@ -251,17 +255,25 @@ def test_a_neighbour_that_never_answers_and_bodies_that_never_come(
 # --- item 22: numbers that must not reach the optimiser -----------------------------------------------------
 
 
+def completions_of(group: RolloutGroup) -> str:
+    """The digest of a group that may hold what no honest node can hash."""
+    try:
+        return slot_digest(group.author, group.lineage, group.prompt, group.rollouts)
+    except LocalProtocolError:
+        return "0" * 64
+
+
 def floats(*values: float) -> bytes:
     return np.asarray(values, dtype="<f4").tobytes()
 
 
 def with_first(group: RolloutGroup, **changes: Any) -> RolloutGroup:
-    return replace(group, rollouts=(replace(group.rollouts[0], **changes), *group.rollouts[1:]))
+    return replace(group, rollouts=(changed(group.rollouts[0], **changes), *group.rollouts[1:]))
 
 
 def spoiled(group: RolloutGroup) -> dict[str, RolloutGroup]:
     """The same group with one thing wrong at a time."""
-    first = group.rollouts[0]
+    first = group.rollouts[0].answer
     count = len(first.token_ids) // 4
 
     def logprobs(value: float) -> RolloutGroup:

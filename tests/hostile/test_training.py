@@ -22,7 +22,8 @@ from node.train.groups import TrainingDataError, training_rollouts
 from node.train.settings import TrainSettings, Treatment
 from node.train.step import Trainer
 from protocol.errors import RemoteProtocolError
-from protocol.messages import FinishReason, Rollout
+from protocol.messages import FinishReason
+from protocol.rollouts import single_turn
 
 SETTINGS = TrainSettings()
 NUMBERS = [math.nan, math.inf, -math.inf, 1e30, -1e30]
@@ -110,7 +111,7 @@ def test_hostile_bytes(
 ) -> None:
     """The same from the wire record on, where log-probabilities are raw bytes."""
     policy = Policy.open(tiny_policy_path)
-    record = Rollout(
+    record = single_turn(
         text="42",
         token_ids=np.asarray([9, 7, 1], "<u4").tobytes(),
         logprobs=np.asarray([-1.0, bad, -1.0], "<f4").tobytes(),
@@ -127,7 +128,7 @@ def test_hostile_bytes(
 
 def test_hostile_ids_on_the_wire(tiny_policy_path: Path, make_training_group: Callable[..., Any]) -> None:
     policy = Policy.open(tiny_policy_path)
-    record = Rollout(
+    record = single_turn(
         text="",
         token_ids=b"\xff" * 8,
         logprobs=np.asarray([-1.0, -1.0], "<f4").tobytes(),

@@ -46,8 +46,10 @@ from protocol.messages import (
     TokenizerSpec,
 )
 from protocol.prompts import slots
+from protocol.rollouts import single_turn
 from swarm_cli.liar import Liar, Lie
 from tests.node.verify.world import EPOCH_MS, FixedClock, announcement_of, candidate, fingerprint, identity
+from tests.rollouts import changed
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")]
 
@@ -114,7 +116,7 @@ def written(text: str, reward: float, policy: str = "") -> Rollout:
     ids = [*text.encode("ascii"), EOS]
     prefixes = [f"{policy} {ids[: place + 1]}" for place in range(len(ids))]
     logprobs = [-random.Random(each).expovariate(8.0) for each in prefixes]
-    return Rollout(
+    return single_turn(
         text=text,
         token_ids=np.asarray(ids, dtype="<u4").tobytes(),
         logprobs=np.asarray(logprobs, dtype="<f4").tobytes(),
@@ -139,6 +141,8 @@ def honest(author: PeerId, slot: int, environment: str = "") -> RolloutGroup:
         author=author,
         lineage=Lineage(owner=author, base_model=fingerprint(author), tokenizer=TOKENIZER.digest),
         policy_version=3,
+        mean_version=3.0,
+        oldest_version=3,
         environment=item.environment,
         prompt=PromptRef(window=100, slot=slot, index=derived[slot]),
         question=item.text,
@@ -149,8 +153,8 @@ def honest(author: PeerId, slot: int, environment: str = "") -> RolloutGroup:
     )
 
 
-def changed(group: RolloutGroup, **changes: Any) -> RolloutGroup:
-    return replace(group, rollouts=(replace(group.rollouts[0], **changes), *group.rollouts[1:]))
+def with_first(group: RolloutGroup, **changes: Any) -> RolloutGroup:
+    return replace(group, rollouts=(changed(group.rollouts[0], **changes), *group.rollouts[1:]))
 
 
 async def refused(verifier: Verifier, lie: RolloutGroup | Candidate) -> str:
@@ -188,9 +192,9 @@ async def test_unfinished_answers_earn_nothing(verifier):
     right = group.rollouts[1]
     padded = right.text + " " * (CHARTER.max_new_tokens - len(right.text))
     cut = written(padded[:-1], 1.0)
-    ids = np.frombuffer(cut.token_ids, dtype="<u4").copy()
+    ids = np.frombuffer(cut.answer.token_ids, dtype="<u4").copy()
     ids[-1] = ord(" ")
-    cut = replace(cut, text=padded, token_ids=ids.tobytes(), finish=FinishReason.LENGTH)
+    cut = changed(cut, text=padded, token_ids=ids.tobytes(), finish=FinishReason.LENGTH)
     lie = replace(group, rollouts=(group.rollouts[0], cut, *group.rollouts[2:]))
     assert await refused(verifier, lie) == "false_reward"
 
@@ -358,9 +362,9 @@ async def test_every_lie_is_refused_for_its_own_reason_and_believed_without_veri
 )
 async def test_bad_log_probabilities(verifier, value, reason):
     group = honest(MALLORY, 0)
-    logprobs = np.frombuffer(group.rollouts[0].logprobs, dtype="<f4").copy()
+    logprobs = np.frombuffer(group.rollouts[0].answer.logprobs, dtype="<f4").copy()
     logprobs[1] = value
-    assert await refused(verifier, changed(group, logprobs=logprobs.tobytes())) == reason
+    assert await refused(verifier, with_first(group, logprobs=logprobs.tobytes())) == reason
 
 
 @pytest.mark.parametrize(
@@ -368,29 +372,29 @@ async def test_bad_log_probabilities(verifier, value, reason):
 )
 async def test_bad_token_ids(verifier, token, reason):
     group = honest(MALLORY, 0)
-    ids = np.frombuffer(group.rollouts[0].token_ids, dtype="<u4").copy()
+    ids = np.frombuffer(group.rollouts[0].answer.token_ids, dtype="<u4").copy()
     ids[0] = token
-    assert await refused(verifier, changed(group, token_ids=ids.tobytes())) == reason
+    assert await refused(verifier, with_first(group, token_ids=ids.tobytes())) == reason
 
 
 @pytest.mark.parametrize("reward", [np.nan, np.inf, -np.inf])
 async def test_rewards_that_are_no_canonical_floats(verifier, reward):
     group = honest(MALLORY, 0)
-    body = msgspec.msgpack.encode(changed(group, reward=float(reward)))
+    body = msgspec.msgpack.encode(with_first(group, reward=float(reward)))
     announcement = replace(announcement_of(group, body), rewards=(0.0,) * 8)
     assert await refused(verifier, Candidate(MALLORY, announcement, body, EPOCH_MS)) == "not_finite"
 
 
 async def test_a_huge_reward_is_a_false_one(verifier):
-    assert await refused(verifier, changed(honest(MALLORY, 0), reward=1e30)) == "false_reward"
+    assert await refused(verifier, with_first(honest(MALLORY, 0), reward=1e30)) == "false_reward"
 
 
 @pytest.mark.parametrize("field", ["token_ids", "logprobs", "versions"])
 @pytest.mark.parametrize("cut", [1, 4])
 async def test_arrays_of_wrong_length(verifier, field, cut):
     group = honest(MALLORY, 0)
-    short = getattr(group.rollouts[0], field)[:-cut]
-    assert await refused(verifier, changed(group, **{field: short})) == "array_length"
+    short = getattr(group.rollouts[0].answer, field)[:-cut]
+    assert await refused(verifier, with_first(group, **{field: short})) == "array_length"
 
 
 # --- bytes that mean nothing --------------------------------------------------------------------------------

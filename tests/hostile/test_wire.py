@@ -50,7 +50,7 @@ from protocol.errors import (
 from protocol.frames import frame_length
 from protocol.replay import REPLAY_HORIZON_MS, ReplayCache
 from protocol.topics import parse_key, peer_key
-from tests.protocol.golden_v1 import GOLDEN_V1
+from tests.protocol.golden_v2 import GOLDEN_V2
 from tests.protocol.samples import (
     CHARTER,
     GROUP,
@@ -300,17 +300,17 @@ def test_5_names_are_plain(text: str) -> None:
 # --- 8: versions ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("version", [0, 2])
+@pytest.mark.parametrize("version", [1, 3])
 def test_8_other_version_gets_a_sentence(version: int) -> None:
-    data = bytes.fromhex(GOLDEN_V1["Envelope"]).replace(
-        b"murmuration/1\xa8", f"murmuration/{version}".encode() + b"\xa8"
+    data = bytes.fromhex(GOLDEN_V2["Envelope"]).replace(
+        b"murmuration/2\xa8", f"murmuration/{version}".encode() + b"\xa8"
     )
-    with pytest.raises(VersionError, match=f"protocol version {version}, this node 1"):
+    with pytest.raises(VersionError, match=f"protocol version {version}, this node 2"):
         opened(data)
-    with pytest.raises(VersionError, match=f"protocol version {version}, this node speaks 1"):
-        parse_key(KEY.replace("/1/", f"/{version}/"))
-    with pytest.raises(CharterError, match=r"protocol version|no charter"):
-        decode_charter(encode(msgspec.structs.replace(CHARTER, protocol_version=max(version, 1) * 2)))
+    with pytest.raises(VersionError, match=f"protocol version {version}, this node speaks 2"):
+        parse_key(KEY.replace("/2/", f"/{version}/"))
+    with pytest.raises(CharterError, match=f"speaks protocol version {version}, this program 2"):
+        decode_charter(encode(msgspec.structs.replace(CHARTER, protocol_version=version)))
 
 
 # --- 9: signatures ----------------------------------------------------------------------------------------
@@ -332,7 +332,7 @@ def test_9_claimed_sender_must_be_the_key() -> None:
         opened(encode(envelope))
 
 
-@pytest.mark.parametrize("purpose", ["charter", "completions", "item", "announcement"])
+@pytest.mark.parametrize("purpose", ["charter", "slot", "item", "announcement"])
 def test_9_signature_of_another_purpose_is_refused(purpose: str) -> None:
     envelope = opened(envelope_bytes())
     fields = (envelope.swarm_id, envelope.topic, envelope.sender)

@@ -461,7 +461,7 @@ def test_stop_ends_a_node_within_seconds_also_with_a_stalling_peer(
             bob = await swarm.add("bob", 1, bootstraps=[alice], train__steps=1000)
             swarm.start()
             await asyncio.sleep(6)
-            for protocol in ("/murmuration/hello", "/murmuration/1/blob", "/murmuration/1/reconcile"):
+            for protocol in ("/murmuration/hello", "/murmuration/2/blob", "/murmuration/2/reconcile"):
                 channel = await bob.transport.open_channel(alice.peer_id, protocol)
                 await channel.write(b"\0")  # and then nothing
             before_s = swarm.clock.monotonic_s()

@@ -11,6 +11,8 @@ from protocol.codec import encode
 from protocol.envelope import seal
 from protocol.identity import Identity
 from protocol.links import sign_link
+from protocol.receipts import prove, slot_digest
+from protocol.rollouts import single_turn
 
 NOW_MS = 1_700_000_000_000
 IDENTITY = Identity.from_seed(bytes(range(32)))
@@ -42,7 +44,7 @@ max_logprob_gap = 3
 
 CHARTER = charters.found(IDENTITY, CHARTER_TOML, NOW_MS)
 SWARM_ID = charters.swarm_id(CHARTER)
-TOPIC = f"murmuration/1/{SWARM_ID}/announcements"
+TOPIC = f"murmuration/2/{SWARM_ID}/announcements"
 
 LINEAGE = m.Lineage(owner=IDENTITY.peer_id, base_model="a" * 64, tokenizer="c" * 64)
 PROMPT = m.PromptRef(window=12, slot=3, index=1234)
@@ -50,8 +52,8 @@ PROMPT = m.PromptRef(window=12, slot=3, index=1234)
 
 def rollout(text: str, token_ids: tuple[int, ...], reward: float) -> m.Rollout:
     count = len(token_ids)
-    return m.Rollout(
-        text=text,
+    return single_turn(
+        text,
         token_ids=struct.pack(f"<{count}I", *token_ids),
         logprobs=struct.pack(f"<{count}f", *(-0.25 * (i + 1) for i in range(count))),
         versions=struct.pack(f"<{count}I", *[7] * count),
@@ -65,6 +67,8 @@ GROUP = m.RolloutGroup(
     author=IDENTITY.peer_id,
     lineage=LINEAGE,
     policy_version=7,
+    mean_version=7.0,
+    oldest_version=7,
     environment="reasoning_gym/spell_backward",
     prompt=PROMPT,
     question="Spell this word backward (example: sun -> nus): wéb",
@@ -76,13 +80,27 @@ GROUP = m.RolloutGroup(
 ANNOUNCEMENT = m.Announcement(
     lineage=LINEAGE,
     policy_version=7,
+    mean_version=6.5,
+    oldest_version=5,
     prompt=PROMPT,
-    completions="d" * 64,
+    completions=slot_digest(IDENTITY.peer_id, LINEAGE, PROMPT, GROUP.rollouts),
     rewards=(1.0, 0.0),
     body=m.BlobRef(digest="e" * 64, size=1234),
+    commitment=b"",
+)
+CONVERSATION = m.Rollout(
+    text="béw",
+    segments=(
+        m.PolicySegment(bytes(4), bytes(4), bytes(4), m.FinishReason.STOP),
+        m.EnvironmentSegment(bytes(8), m.Origin.TOOL),
+        m.PolicySegment(bytes(8), bytes(8), bytes(8), m.FinishReason.LENGTH),
+    ),
+    reward=0.75,
+    seed=11,
+    reward_components=(m.RewardComponent("answer", 0.5), m.RewardComponent("format", 0.25)),
 )
 PEER_RECORD = m.PeerRecord(
-    name="sparrow", protocol_version=1, addresses=("/ip4/192.0.2.7/tcp/4001",), lineage=LINEAGE
+    name="sparrow", protocol_version=2, addresses=("/ip4/192.0.2.7/tcp/4001",), lineage=LINEAGE
 )
 BLOB = m.ChunkedBlob(root="f" * 64, size=100_000, chunk_bytes=16_384)
 LINK = m.WeightsLink(
@@ -103,6 +121,8 @@ RECORDS: tuple[m.Record, ...] = (
     PEER_RECORD,
     m.BlobRequest("e" * 64),
     m.BlobReply(1234),
+    m.RolloutRequest(ANNOUNCEMENT.completions, 1),
+    m.RolloutReply(CONVERSATION, prove(GROUP.rollouts, 1)),
     m.ReconcileRequest(TOPIC, bytes(16)),
     m.ReconcileReply(2),
     m.Hello(SWARM_ID, PEER_RECORD),

@@ -119,6 +119,11 @@ def charters_minimum() -> dict[str, object]:
             {"group_size": 64, "max_new_tokens": 16_384},
             "up to 29360128 bytes, and no body may have more than",
         ),
+        ({"receipt_windows": 2}, "receipt_windows 2 is below max_age_windows 3"),
+        (
+            {"max_new_tokens": 16_384},
+            "let a member keep 1879048192 bytes of groups, and nobody keeps",
+        ),
         ({"group_size": 1}, ">= 2"),
         ({"group_size": "4"}, "Expected `int`, got `str`"),
         ({"max_skip_share": 1.5}, "<= 1"),
@@ -135,6 +140,7 @@ def test_rules_that_contradict_themselves_are_refused(change: dict[str, object],
 
 def test_largest_life_and_body_are_allowed() -> None:
     largest = {"window_ms": 900_000, "group_size": 64, "max_new_tokens": 9362}  # 4 * 900 s; 16,777,216 bytes
+    largest |= {"slots_per_window": 16, "receipt_windows": 4}  # 1 GiB
     charters.verify_charter(charters.found(IDENTITY, {**charters_minimum(), **largest}, NOW_MS))
 
 
@@ -214,8 +220,11 @@ def test_canonical_config_is_accepted(config: str) -> None:
 
 
 def test_version_is_told_apart() -> None:
-    with pytest.raises(CharterError, match="speaks protocol version 2, this program 1: update this program"):
-        charters.verify_charter(signed(replace(CHARTER, protocol_version=2)))
+    with pytest.raises(CharterError, match="speaks protocol version 3, this program 2: update this program"):
+        charters.verify_charter(signed(replace(CHARTER, protocol_version=3)))
+    first = msgspec.msgpack.encode({"name": "old", "protocol_version": 1, "founder": IDENTITY.peer_id})
+    with pytest.raises(CharterError, match="'old' speaks protocol version 1, this program 2: ask"):
+        charters.decode_charter(first)
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 
 import msgspec
 import pytest
 
 from protocol import messages as m
-from protocol.codec import completions_digest, decode, digest, encode, framed, shown
+from protocol.codec import decode, digest, encode, framed, shown
 from protocol.errors import DecodeError, LimitError, LocalProtocolError
 from tests.protocol.samples import ANNOUNCEMENT, GROUP, RECORDS, SWARM_ID
 
@@ -114,34 +113,11 @@ def test_digest_is_sha256() -> None:
 
 def test_framed_is_length_prefixed_and_tagged() -> None:
     assert framed("x", b"ab", b"") == (
-        b"\0\0\0\0\0\0\0\x0bmurmuration" + b"\0\0\0\0\0\0\0\x011" + b"\0\0\0\0\0\0\0\x01x"
+        b"\0\0\0\0\0\0\0\x0bmurmuration" + b"\0\0\0\0\0\0\0\x012" + b"\0\0\0\0\0\0\0\x01x"
         b"\0\0\0\0\0\0\0\x02ab" + b"\0\0\0\0\0\0\0\0"
     )
     assert framed("x", b"ab", b"c") != framed("x", b"a", b"bc")
     assert framed("x", b"ab") != framed("xa", b"b")
-
-
-def test_completions_digest_ignores_author_slot_and_reward() -> None:
-    one = completions_digest(GROUP.rollouts)
-    renamed = [
-        msgspec.structs.replace(r, reward=0.5, seed=1, versions=r.versions[::-1]) for r in GROUP.rollouts
-    ]
-    assert completions_digest(renamed) == one
-    hashed = hashlib.sha256()
-    fields = [b"murmuration", b"1", b"completions"]
-    for r in GROUP.rollouts:
-        fields += [r.token_ids, r.logprobs, r.text.encode()]
-    for field in fields:
-        hashed.update(len(field).to_bytes(8, "big") + field)
-    assert one == hashed.hexdigest()
-
-
-@pytest.mark.parametrize("change", [{"text": "x"}, {"token_ids": b"1234"}, {"logprobs": b"1234"}])
-def test_completions_digest_sees_every_content(change: dict[str, object]) -> None:
-    first, second = GROUP.rollouts
-    changed = (first, msgspec.structs.replace(second, **change))
-    assert completions_digest(changed) != completions_digest(GROUP.rollouts)
-    assert completions_digest((second, first)) != completions_digest((first, second))
 
 
 def test_swarm_id_of_the_sample_is_a_digest() -> None:

@@ -9,16 +9,17 @@ from protocol.preamble import MAX_PREAMBLE_BYTES, PREAMBLE, require_same_version
 
 
 def test_the_form_is_fixed_for_all_versions() -> None:
-    assert PREAMBLE == b"murmuration/1"
+    assert PREAMBLE == b"murmuration/2"
     require_same_version(PREAMBLE)
 
 
 @pytest.mark.parametrize(
     ("preamble", "sentence"),
     [
-        (b"murmuration/2", "it speaks protocol version 2, this node 1: update this node"),
-        (b"murmuration/999999999", "it speaks protocol version 999999999, this node 1: update this node"),
-        (b"murmuration/0", "it speaks protocol version 0, this node 1: it must be updated"),
+        (b"murmuration/1", "it speaks protocol version 1, this node 2: it must be updated"),
+        (b"murmuration/3", "it speaks protocol version 3, this node 2: update this node"),
+        (b"murmuration/999999999", "it speaks protocol version 999999999, this node 2: update this node"),
+        (b"murmuration/0", "it speaks protocol version 0, this node 2: it must be updated"),
     ],
 )
 def test_another_version_is_one_sentence(preamble: bytes, sentence: str) -> None:
@@ -33,7 +34,7 @@ def test_another_version_is_one_sentence(preamble: bytes, sentence: str) -> None
     [
         b"",
         b"murmuration/",
-        b"murmuration/1\n",
+        b"murmuration/2\n",
         b"murmuration/-1",
         b"murmuration/" + b"1" * 10,
         b"other/1",

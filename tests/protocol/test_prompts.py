@@ -17,7 +17,7 @@ SWARM = hashlib.sha256(b"a swarm").hexdigest()
 PEER, OTHER = (Identity.from_seed(bytes([i]) * 32).peer_id for i in (1, 2))
 CHARTER = Charter(
     name="test",
-    protocol_version=1,
+    protocol_version=2,
     founder=PEER,
     created_at=1_700_000_000_000,
     environments=(EnvironmentSpec("a", weight=3), EnvironmentSpec("b"), EnvironmentSpec("c", weight=2)),
@@ -32,7 +32,7 @@ CHARTER = Charter(
 def hash_of(purpose: str, *fields: bytes) -> bytes:
     """SHA-256 over each field behind its 8-byte length, after domain, version and purpose."""
     hashed = hashlib.sha256()
-    for field in (b"murmuration", b"1", purpose.encode(), *fields):
+    for field in (b"murmuration", b"2", purpose.encode(), *fields):
         hashed.update(len(field).to_bytes(8, "big"))
         hashed.update(field)
     return hashed.digest()
@@ -74,11 +74,11 @@ def test_seeds_equal_a_second_implementation() -> None:
 
 
 def test_golden_values() -> None:
-    """Of protocol version 1. A change here is a new protocol version."""
+    """Of protocol version 2. A change here is a new protocol version."""
     assert SWARM == "28d6230a0eff91830c136cb5737ebaaad0293cec208d8e028e915ba3e3d734e2"
-    assert prompts.pool(SWARM, CHARTER, 7)[:5] == (3031, 3009, 120, 1467, 3333)
-    assert prompts.slots(SWARM, CHARTER, 7, PEER)[:5] == (208, 2294, 2721, 1997, 696)
-    assert prompts.item_seed(SWARM, 5, 2) == 417110490764461592
+    assert prompts.pool(SWARM, CHARTER, 7)[:5] == (1593, 2243, 54, 1188, 2383)
+    assert prompts.slots(SWARM, CHARTER, 7, PEER)[:5] == (54, 696, 3182, 1845, 240)
+    assert prompts.item_seed(SWARM, 5, 2) == 568672141116424282
 
 
 def test_pool_is_a_selection_and_order_a_permutation_of_it() -> None:

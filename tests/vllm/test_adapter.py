@@ -103,9 +103,9 @@ def test_rollouts_under_way_when_an_adapter_comes(
     ((_, group),) = generation.wait()
     spans = set()
     for rollout in group:
-        ids = tuple(np.frombuffer(rollout.token_ids, "<u4").tolist())
-        logprobs = np.frombuffer(rollout.logprobs, "<f4")
-        versions = np.frombuffer(rollout.versions, "<u4")
+        ids = tuple(np.frombuffer(rollout.answer.token_ids, "<u4").tolist())
+        logprobs = np.frombuffer(rollout.answer.logprobs, "<f4")
+        versions = np.frombuffer(rollout.answer.versions, "<u4")
         spans |= {tuple(sorted(set(versions.tolist())))}
         for version in set(versions.tolist()):
             (plain,) = oracles[version].logprobs([TokenSequence(prompt, ids)])

@@ -68,9 +68,9 @@ def ask(policy: Policy, n: int = 4, **sampling: float) -> list[GenerationRequest
 
 def arrays(rollout: Rollout) -> tuple[list[int], np.ndarray, list[int]]:
     return (
-        np.frombuffer(rollout.token_ids, "<u4").tolist(),
-        np.frombuffer(rollout.logprobs, "<f4"),
-        np.frombuffer(rollout.versions, "<u4").tolist(),
+        np.frombuffer(rollout.answer.token_ids, "<u4").tolist(),
+        np.frombuffer(rollout.answer.logprobs, "<f4"),
+        np.frombuffer(rollout.answer.versions, "<u4").tolist(),
     )
 
 

@@ -23,6 +23,7 @@ from node.rollout.engine._vllm_life import Leg, Life
 from node.rollout.engine.base import BrokenWeightsError, EngineError, Generation, GenerationRequest
 from node.rollout.policy import Policy
 from protocol.messages import FinishReason, Rollout
+from protocol.rollouts import single_turn
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
@@ -268,13 +269,12 @@ class VllmGeneration(Generation):
         broken = np.isnan(logprobs)
         if broken.any():
             raise BrokenWeightsError(int(versions[broken.argmax()]))
-        return Rollout(
-            text=self._policy.decode(ids.tolist()),
+        return single_turn(
+            self._policy.decode(ids.tolist()),
             token_ids=ids.tobytes(),
             logprobs=logprobs.tobytes(),
             versions=versions.tobytes(),
             finish=FinishReason.STOP if ids[-1] == job.end_token else FinishReason.LENGTH,
-            reward=0.0,
             seed=job.request.seed,
         )
 

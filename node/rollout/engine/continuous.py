@@ -42,6 +42,7 @@ from node.rollout.engine.base import (
 from node.rollout.engine.sampling import sample_tokens
 from node.rollout.policy import Policy
 from protocol.messages import FinishReason, Rollout
+from protocol.rollouts import single_turn
 
 __all__ = ["ContinuousBatch", "Forward", "WeightsChanged", "left_padded"]
 
@@ -427,13 +428,12 @@ class ContinuousBatch(Generation):
         versions_T: NDArray[np.uint32],
     ) -> None:
         (group, place), ids = row, tokens_T.tolist()
-        group.rollouts[place] = Rollout(
-            text=self._policy.decode(ids),
+        group.rollouts[place] = single_turn(
+            self._policy.decode(ids),
             token_ids=tokens_T.tobytes(),
             logprobs=logprobs_T.tobytes(),
             versions=versions_T.tobytes(),
             finish=FinishReason.STOP if ids[-1] == self._policy.eos_token_id else FinishReason.LENGTH,
-            reward=0.0,
             seed=group.request.seed,
         )
         self._in_flight -= 1

@@ -6,13 +6,22 @@ import msgspec
 import pytest
 
 from node.peers.book import PeerBook
-from protocol.messages import Announcement, Lineage, PeerId, PeerRecord, PromptRef
+from protocol.messages import Announcement, BlobRef, Lineage, PeerId, PeerRecord, PromptRef
 
 OURS, THEIRS = "a" * 64, "b" * 64
 
 
 def announcement(author: PeerId, version: int, tokenizer: str = OURS) -> Announcement:
-    return Announcement(Lineage(author, "c" * 64, tokenizer), version, PromptRef(0, 0, 0), "d" * 64, (1.0,))
+    return Announcement(
+        Lineage(author, "c" * 64, tokenizer),
+        version,
+        mean_version=version,
+        oldest_version=version,
+        prompt=PromptRef(0, 0, 0),
+        completions="d" * 64,
+        rewards=(1.0,),
+        body=BlobRef("e" * 64, 1),
+    )
 
 
 def nobody(peer_id: PeerId) -> bool:

@@ -133,12 +133,12 @@ async def replies_with_no_preamble(stream: Stream) -> None:
     await stream.send(b"GET / HTTP/1.1")
 
 
-VERSION_2 = "it speaks protocol version 2, this node 1: update this node"
+VERSION_1 = "it speaks protocol version 1, this node 2: it must be updated"
 
 
-async def speaks_version_2(stream: Stream) -> None:
+async def speaks_version_1(stream: Stream) -> None:
     """What it would say after its preamble has fields that this version does not know."""
-    await stream.send(b"murmuration/2")
+    await stream.send(b"murmuration/1")
     await stream.receive()
 
 
@@ -234,17 +234,17 @@ def test_who_does_not_belong_is_told_why_in_one_sentence(
 def test_another_version_is_told_on_both_sides_in_one_sentence_whatever_fields_it_has() -> None:
     async def test(town: Town) -> None:
         alice = await town.settle(ALICE)
-        newer = await town.stranger(BOB, speaks_version_2)
-        await newer.connect(alice.transport.addresses()[0])
+        older = await town.stranger(BOB, speaks_version_1)
+        await older.connect(alice.transport.addresses()[0])
         await asyncio.sleep(30)
-        sentence = f"no handshake with {BOB.peer_id}: {VERSION_2}"
+        sentence = f"no handshake with {BOB.peer_id}: {VERSION_1}"
         assert alice.notices == [("warning", sentence)]
         assert alice.refused == [(BOB.peer_id, "version")]  # and is not asked every second
-        # The other way round: the newer one connects, and is told our version before it says more.
+        # The other way round: the older one connects, and is told our version before it says more.
         other = await town.stranger(FOUNDER)
         for _ in range(3):
             stream = await other.open_stream(ALICE.peer_id, HELLO_PROTOCOL)
-            await stream.send(b"murmuration/2")
+            await stream.send(b"murmuration/1")
             assert await stream.receive() == PREAMBLE
             with pytest.raises(TransportError):
                 await stream.receive()  # and nothing more is read
@@ -256,9 +256,9 @@ def test_another_version_is_told_on_both_sides_in_one_sentence_whatever_fields_i
 
 def test_whoever_asks_another_version_for_the_time_is_told() -> None:
     async def test(town: Town) -> None:
-        newer = await town.stranger(ALICE, speaks_version_2)
-        with pytest.raises(TransportError, match=VERSION_2):
-            await ask_clock(await town.stranger(BOB), newer.peer_id, town.clock)
+        older = await town.stranger(ALICE, speaks_version_1)
+        with pytest.raises(TransportError, match=VERSION_1):
+            await ask_clock(await town.stranger(BOB), older.peer_id, town.clock)
 
     town(test)
 

@@ -21,6 +21,7 @@ from node.rollout.reuse import ReuseBook, accepted_length
 from node.verify.coincidence import COPY_NATS, GroupPrint, RolloutPrint, evidence_nats
 from protocol.errors import ConfigError
 from protocol.messages import FinishReason, Lineage, Rollout
+from protocol.rollouts import single_turn
 
 PROMPT = (2, 7, 3)
 INFINITE = -math.inf
@@ -35,7 +36,7 @@ def kept(old: Sequence[float], new: Sequence[float], uniforms: Sequence[float], 
 
 
 def finished(token_ids: Sequence[int], logprobs: Sequence[float]) -> Rollout:
-    return Rollout(
+    return single_turn(
         text="",
         token_ids=np.asarray(token_ids, "<u4").tobytes(),
         logprobs=np.asarray(logprobs, "<f4").tobytes(),

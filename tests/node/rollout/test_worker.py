@@ -32,6 +32,7 @@ from protocol.messages import FinishReason, Lineage, PromptRef, Rollout, Rollout
 from protocol.prompts import slots, window_of
 from tests.node.toy import TASK, ToyEnvironment, ToySandbox, make_charter
 from tests.node.verify.world import identity, rollout
+from tests.rollouts import changed
 
 ALICE, BOB = identity("alice").peer_id, identity("bob").peer_id
 LINEAGE = Lineage(ALICE, "a" * 64, "b" * 64)
@@ -70,17 +71,15 @@ def test_the_seed_differs_by_node_author_slot_window_and_version() -> None:
 
 def test_what_is_scored_is_the_text_and_whether_it_ended() -> None:
     ended = rollout([65, 0], [-1.0, -1.0], reward=0.0)
-    cut = msgspec.structs.replace(ended, finish=FinishReason.LENGTH)
+    cut = changed(ended, finish=FinishReason.LENGTH)
     assert completions_of([ended, cut]) == [Completion("A", True), Completion("A", False)]
 
 
 def test_a_group_carries_its_newest_version_and_the_rewards_in_order(engine: Engine) -> None:
     rollouts = [rollout([65], [-1.0], reward=0.0, version=version) for version in (2, 5, 3)]
-    rollouts[0] = msgspec.structs.replace(
-        rollouts[0], token_ids=b"\0" * 8, logprobs=b"\0" * 8, versions=b"\2\0\0\0\4\0\0\0"
-    )
+    rollouts[0] = changed(rollouts[0], token_ids=b"\0" * 8, logprobs=b"\0" * 8, versions=b"\2\0\0\0\4\0\0\0")
     group = make_group(ALICE, LINEAGE, engine, ASSIGNED, Sampling(5), rollouts, (0.0, 1.0, 0.5))
-    assert group.policy_version == 5
+    assert (group.policy_version, group.mean_version, group.oldest_version) == (5, 3.5, 2)
     assert [each.reward for each in group.rollouts] == [0.0, 1.0, 0.5]
     assert (group.author, group.lineage, group.environment) == (ALICE, LINEAGE, TASK)
     assert (group.prompt, group.question) == (ASSIGNED.ref, "000012")
@@ -214,7 +213,10 @@ def test_groups_are_made_slot_by_slot_scored_queued_and_published(
 
 
 def ids(each: Rollout) -> list[int]:
-    return [int.from_bytes(each.token_ids[at : at + 4], "little") for at in range(0, len(each.token_ids), 4)]
+    return [
+        int.from_bytes(each.answer.token_ids[at : at + 4], "little")
+        for at in range(0, len(each.answer.token_ids), 4)
+    ]
 
 
 def test_groups_with_equal_rewards_are_published_too(bench: Callable[..., None]) -> None:
@@ -225,7 +227,7 @@ def test_groups_with_equal_rewards_are_published_too(bench: Callable[..., None])
     async def test(bench: Bench) -> None:
         await asyncio.sleep(1)
         assert len(bench.published) == 2
-        assert announce(bench.published[0])[1] is None
+        assert not announce(bench.published[0])[0].mixed
 
     bench(test, environment=Generous())
 
@@ -387,7 +389,7 @@ def test_a_group_that_must_not_be_sent_is_dropped_and_told_once(bench: Callable[
 
 
 def versions(group: RolloutGroup) -> set[int]:
-    return {int(each) for r in group.rollouts for each in np.frombuffer(r.versions, "<u4")}
+    return {int(each) for r in group.rollouts for each in np.frombuffer(r.answer.versions, "<u4")}
 
 
 LONG = {"max_new_tokens": 60, "slots_per_window": 64, "pool_size": 64}
@@ -406,7 +408,9 @@ def test_partial_rollouts_are_the_same_groups_scored_queued_and_published(bench:
         assert len(bench.of(GroupJudged)) == 8
         assert all(each.rewards == tuple(r.reward for r in each.group.rollouts) for each in own)
         assert (bench.worker.in_flight, bench.gauge.status().waiting_for) == (0, "the trainer")
-        assert bench.worker.sampled == sum(len(r.token_ids) // 4 for g in bench.published for r in g.rollouts)
+        assert bench.worker.sampled == sum(
+            len(r.answer.token_ids) // 4 for g in bench.published for r in g.rollouts
+        )
         made.append({group.prompt: group for group in bench.published})
 
     options = {"groups": 4, "max_staleness": 1, "window_ms": 600_000, **LONG}
@@ -575,7 +579,7 @@ def test_earlier_rollouts_of_a_prompt_are_reused(bench: Callable[..., None], max
                 again.append(group)
                 assert [ids(r) for r in group.rollouts] == [ids(r) for r in known.rollouts]
         assert len(again) >= 3
-        total = sum(len(r.token_ids) // 4 for group in groups for r in group.rollouts)
+        total = sum(len(r.answer.token_ids) // 4 for group in groups for r in group.rollouts)
         assert bench.worker.sampled == total - book.accepted
         assert book.accepted == book.drafted > 0
 

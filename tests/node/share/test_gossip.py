@@ -23,7 +23,15 @@ from protocol.codec import decode, digest, encode
 from protocol.envelope import seal
 from protocol.errors import LocalProtocolError, TransportError
 from protocol.identity import Identity
-from protocol.messages import Announcement, Charter, Lineage, PromptRef, ReconcileReply, ReconcileRequest
+from protocol.messages import (
+    Announcement,
+    BlobRef,
+    Charter,
+    Lineage,
+    PromptRef,
+    ReconcileReply,
+    ReconcileRequest,
+)
 from protocol.replay import ReplayCache
 from protocol.topics import RECONCILE_PROTOCOL, announcement_topic
 
@@ -48,7 +56,16 @@ TOPIC = announcement_topic(SWARM)
 
 def announcement(number: int, author: Identity, rewards: int = 2) -> Announcement:
     lineage = Lineage(author.peer_id, "a" * 64, "b" * 64)
-    return Announcement(lineage, number, PromptRef(0, number, number), f"{number:064x}", (1.0,) * rewards)
+    return Announcement(
+        lineage,
+        number,
+        mean_version=number,
+        oldest_version=number,
+        prompt=PromptRef(0, number, number),
+        completions=f"{number:064x}",
+        rewards=(1.0,) * rewards,
+        body=BlobRef("e" * 64, 1),
+    )
 
 
 def sealed(

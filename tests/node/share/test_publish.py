@@ -13,11 +13,12 @@ from node.share import publish
 from node.share.gossip import Gossip
 from node.share.publish import Publisher, announce
 from node.transport.memory import MemoryNetwork, MemoryTransport
-from protocol.codec import completions_digest, decode, digest, encode
+from protocol.codec import decode, digest, encode
 from protocol.constants import MAX_FRAME_BYTES
 from protocol.errors import LocalProtocolError, TransportError
-from protocol.messages import BlobRef, BlobReply, BlobRequest, RolloutGroup
-from protocol.topics import BLOB_PROTOCOL
+from protocol.messages import BlobRef, BlobReply, BlobRequest, RolloutGroup, RolloutReply, RolloutRequest
+from protocol.receipts import proves, slot_digest
+from protocol.topics import BLOB_PROTOCOL, ROLLOUT_PROTOCOL
 from tests.node.verify.world import World, identity
 
 WORLD = World(group_size=3)
@@ -43,17 +44,17 @@ def test_a_group_with_mixed_rewards_is_offered_with_its_body() -> None:
     assert body == encode(group)
     assert announcement.body == BlobRef(digest(body), len(body))
     assert announcement.rewards == (0.0, 1.0, 0.0)
-    assert announcement.completions == completions_digest(group.rollouts)
+    assert announcement.completions == slot_digest(ALICE.peer_id, group.lineage, group.prompt, group.rollouts)
     assert (announcement.lineage, announcement.prompt) == (group.lineage, group.prompt)
     assert announcement.policy_version == group.policy_version
 
 
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.3])
-def test_a_group_with_equal_rewards_is_a_receipt_only(reward: float) -> None:
+def test_a_group_with_equal_rewards_has_a_body_that_nobody_needs(reward: float) -> None:
     announcement, body = announce(with_rewards(reward, reward, reward))
-    assert body is None
-    assert announcement.body is None
+    assert announcement.body == BlobRef(digest(body), len(body))
     assert announcement.rewards == (reward,) * 3
+    assert not announcement.mixed
 
 
 def test_a_body_above_the_cap_is_never_announced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,14 +69,14 @@ def test_a_body_above_the_cap_is_never_announced(monkeypatch: pytest.MonkeyPatch
 class Stand:
     """A publisher and one customer."""
 
-    def __init__(self, keep_bodies: int = 8) -> None:
+    def __init__(self, **options: int) -> None:
         clock = VirtualClock()
         network = MemoryNetwork(clock=clock)
         self.seller: MemoryTransport = network.transport(ALICE.peer_id)
         self.buyer: MemoryTransport = network.transport(BOB.peer_id)
         sequence = itertools.count(1)
         self.gossip = Gossip(self.seller, ALICE, WORLD.charter, clock, lambda: next(sequence))
-        self.publisher = Publisher(self.seller, self.gossip, keep_bodies=keep_bodies, ttl_ms=60_000)
+        self.publisher = Publisher(self.seller, self.gossip, WORLD.charter, **options)
 
     async def __aenter__(self) -> Stand:
         await self.seller.start()
@@ -86,6 +87,11 @@ class Stand:
     async def __aexit__(self, *_: Any) -> None:
         await self.buyer.close()
         await self.seller.close()
+
+    async def ask_rollout(self, request: RolloutRequest) -> RolloutReply:
+        stream = await self.buyer.open_stream(self.seller.peer_id, ROLLOUT_PROTOCOL)
+        await stream.send(encode(request))
+        return decode(await stream.receive(), RolloutReply, max_bytes=MAX_FRAME_BYTES)
 
     async def ask(self, wanted: str) -> tuple[int, list[bytes]]:
         stream = await self.buyer.open_stream(self.seller.peer_id, BLOB_PROTOCOL)
@@ -136,9 +142,52 @@ def test_what_is_not_here_has_size_zero() -> None:
     run_virtual(main())
 
 
-def test_only_the_newest_bodies_are_kept() -> None:
+@pytest.mark.parametrize("index", range(3))
+def test_one_rollout_of_a_receipt_comes_with_its_proof(index: int) -> None:
     async def main() -> None:
-        async with Stand(keep_bodies=2) as stand:
+        async with Stand() as stand:
+            receipt = await stand.publisher.publish(with_rewards(1.0, 1.0, 1.0))
+            reply = await stand.ask_rollout(RolloutRequest(receipt.completions, index))
+            assert reply.rollout == with_rewards(1.0, 1.0, 1.0).rollouts[index]
+            assert proves(ALICE.peer_id, receipt, index, reply.rollout, reply.path)
+            assert not proves(BOB.peer_id, receipt, index, reply.rollout, reply.path)
+
+    run_virtual(main())
+
+
+def test_a_rollout_that_is_not_here() -> None:
+    async def main() -> None:
+        async with Stand() as stand:
+            receipt = await stand.publisher.publish(MIXED)
+            for request in (RolloutRequest("0" * 64, 0), RolloutRequest(receipt.completions, 3)):
+                assert await stand.ask_rollout(request) == RolloutReply(None, b"")
+
+    run_virtual(main())
+
+
+def test_a_receipt_is_answered_for_as_long_as_the_charter_says() -> None:
+    kept = WORLD.charter.receipt_windows
+
+    def in_window(window: int) -> RolloutGroup:
+        group = with_rewards(1.0, 1.0, 1.0)
+        return msgspec.structs.replace(group, prompt=msgspec.structs.replace(group.prompt, window=window))
+
+    async def main() -> None:
+        async with Stand() as stand:
+            made = [await stand.publisher.publish(in_window(window)) for window in range(kept + 2)]
+            sizes = [(await stand.ask(each.body.digest))[0] > 0 for each in made]
+            assert sizes == [False] + [True] * (kept + 1)
+            assert (await stand.ask_rollout(RolloutRequest(made[0].completions, 0))).rollout is None
+            assert (await stand.ask_rollout(RolloutRequest(made[1].completions, 0))).rollout is not None
+
+    run_virtual(main())
+
+
+def test_the_oldest_bodies_go_when_they_take_too_much() -> None:
+    size = len(encode(with_rewards(0.0, 0.0, 1.0)))
+
+    async def main() -> None:
+        async with Stand(max_bytes=5 * size // 2) as stand:
             made = [
                 await stand.publisher.publish(with_rewards(0.0, 0.0, 1.0, slot=slot)) for slot in range(4)
             ]

@@ -141,7 +141,7 @@ def test_others_load_an_adapter_merged_and_its_training_goes_on_undisturbed(
     start = TransformersEngine(policy).logprobs(sequences)[0]
     assert abs(merged.logprobs(sequences)[0] - start).max() > 1e-2
     greedy = merged.generate([GenerationRequest((2, 7, 3), 1, 0, Sampling(max_new_tokens=12))], greedy=True)
-    ids = np.frombuffer(greedy[0][0].token_ids, "<u4").tolist()
+    ids = np.frombuffer(greedy[0][0].answer.token_ids, "<u4").tolist()
     with torch.no_grad():
         logits = trainer.model(input_ids=torch.tensor([[2, 7, 3, *ids[:-1]]])).logits[0, 2:]
     assert logits.argmax(-1).tolist() == ids

@@ -16,6 +16,7 @@ from node.train.evaluate import HeldOut, evaluate
 from protocol.charter import swarm_id
 from protocol.errors import ModelError
 from protocol.messages import FinishReason, Rollout
+from protocol.rollouts import single_turn
 from tests.node.toy import TASK, ToyEnvironment, make_charter
 
 
@@ -36,7 +37,7 @@ class ScriptedEngine(Engine):
         assert all(request.n == 1 and request.sampling.temperature == 1.0 for request in requests)
         return [
             [
-                Rollout(
+                single_turn(
                     text=str(request.seed),
                     token_ids=b"",
                     logprobs=b"",

@@ -22,12 +22,13 @@ from node.train.groups import (
 )
 from node.train.settings import TrainSettings, Treatment, TreatmentSettings
 from protocol.messages import FinishReason, Rollout
+from protocol.rollouts import single_turn
 
 
 def rollout(
     text: str, ids: list[int], logprobs: list[float], finish: FinishReason = FinishReason.STOP
 ) -> Rollout:
-    return Rollout(
+    return single_turn(
         text=text,
         token_ids=np.asarray(ids, "<u4").tobytes(),
         logprobs=np.asarray(logprobs, "<f4").tobytes(),
@@ -74,7 +75,7 @@ def test_other_tokenizer_retokenises_the_text(policy: Policy, other_policy_path:
     ("ids", "logprobs"), [(b"", b""), (b"\0" * 5, b"\0" * 4), (b"\0" * 4, b"\0" * 8), (b"\0" * 8, b"\0" * 3)]
 )
 def test_arrays_of_wrong_length(policy: Policy, ids: bytes, logprobs: bytes) -> None:
-    broken = Rollout(
+    broken = single_turn(
         text="1", token_ids=ids, logprobs=logprobs, versions=b"", finish=FinishReason.STOP, reward=0.0, seed=0
     )
     for same_tokenizer in (True, False):

@@ -10,7 +10,6 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, cast
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -36,6 +35,7 @@ from node.train.step import StepReport, Trainer
 from node.weight.answered import AnsweredPrompts
 from protocol.messages import (
     Announcement,
+    BlobRef,
     FinishReason,
     Lineage,
     PromptRef,
@@ -45,6 +45,7 @@ from protocol.messages import (
     VerificationRules,
 )
 from tests.node.verify.world import identity, rollout
+from tests.rollouts import changed
 
 ME, ALICE, BOB = (identity(name).peer_id for name in ("me", "alice", "bob"))
 TOKENS = [5, 6, 7, 1]
@@ -188,6 +189,8 @@ class Bench:
             "author": author,
             "lineage": Lineage(author, "a" * 64, self.policy.tokenizer_digest),
             "policy_version": 0,
+            "mean_version": 0.0,
+            "oldest_version": 0,
             "environment": "toy",
             "prompt": PromptRef(10, 0, 1000 + self.number),
             "question": "12+3",
@@ -217,7 +220,16 @@ class Bench:
 
     def heard_version(self, author: str, version: int) -> None:
         lineage = Lineage(author, "a" * 64, self.policy.tokenizer_digest)
-        said = Announcement(lineage, version, PromptRef(10, 0, 0), "d" * 64, (1.0,))
+        said = Announcement(
+            lineage,
+            version,
+            mean_version=version,
+            oldest_version=version,
+            prompt=PromptRef(10, 0, 0),
+            completions="d" * 64,
+            rewards=(1.0,),
+            body=BlobRef("e" * 64, 1),
+        )
         self.peers.announced(author, said, at=1)
 
     def rejected(self, author: str) -> dict[str, int]:
@@ -387,9 +399,7 @@ def test_each_step_has_the_device_to_itself(bench: Callable[..., None]) -> None:
 def test_tokens_of_older_versions_are_counted(bench: Callable[..., None]) -> None:
     async def test(bench: Bench) -> None:
         bench.trainer.policy_version = 3
-        mixed = msgspec.structs.replace(
-            rollouts_of([1.0])[0], versions=np.array([1, 2, 3, 3], "<u4").tobytes()
-        )
+        mixed = changed(rollouts_of([1.0])[0], versions=np.array([1, 2, 3, 3], "<u4").tobytes())
         bench.make_own(0.0, 1.0, rollouts=(*rollouts_of([0.0], version=3), mixed), policy_version=3)
         bench.make_own(0.0, 1.0, rollouts=rollouts_of([0.0, 1.0], version=2), policy_version=2)
         await bench.stage.run()
@@ -581,11 +591,11 @@ def test_a_group_that_teaches_nothing_is_left_out(bench: Callable[..., None]) ->
 @pytest.mark.parametrize(
     "rollouts",
     [
-        (msgspec.structs.replace(rollouts_of([0.0])[0], token_ids=b"\xff" * 16), *rollouts_of([1.0])),
-        (msgspec.structs.replace(rollouts_of([0.0])[0], token_ids=b"", logprobs=b""), *rollouts_of([1.0])),
-        (msgspec.structs.replace(rollouts_of([0.0])[0], logprobs=b"\0" * 8), *rollouts_of([1.0])),
+        (changed(rollouts_of([0.0])[0], token_ids=b"\xff" * 16), *rollouts_of([1.0])),
+        (changed(rollouts_of([0.0])[0], token_ids=b"", logprobs=b""), *rollouts_of([1.0])),
+        (changed(rollouts_of([0.0])[0], logprobs=b"\0" * 8), *rollouts_of([1.0])),
         (
-            msgspec.structs.replace(rollouts_of([0.0])[0], logprobs=b"\x00\x00\xc0\x7f" * 4),
+            changed(rollouts_of([0.0])[0], logprobs=b"\x00\x00\xc0\x7f" * 4),
             *rollouts_of([1.0]),
         ),
     ],
@@ -842,9 +852,13 @@ def test_evaluations_checkpoints_and_the_end(bench: Callable[..., None]) -> None
 def test_the_event_tells_the_step_in_numbers(bench: Callable[..., None]) -> None:
     async def test(bench: Bench) -> None:
         bench.trainer.policy_version = 3
-        cut = msgspec.structs.replace(rollouts_of([1.0])[0], token_ids=b"\5\0\0\0" * 2)
-        cut = msgspec.structs.replace(
-            cut, logprobs=cut.logprobs[:8], versions=cut.versions[:8], finish=FinishReason.LENGTH
+        whole = rollouts_of([1.0])[0]
+        cut = changed(
+            whole,
+            token_ids=b"\5\0\0\0" * 2,
+            logprobs=whole.answer.logprobs[:8],
+            versions=whole.answer.versions[:8],
+            finish=FinishReason.LENGTH,
         )
         bench.make_own(0.0, 1.0, rollouts=(*rollouts_of([0.0]), cut), policy_version=2)
         bench.make_own(1.0, 1.0, policy_version=3)

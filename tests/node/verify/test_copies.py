@@ -7,23 +7,23 @@ import msgspec
 import numpy as np
 import pytest
 
-from node.verify.base import Sighting
 from node.verify.coincidence import COPY_NATS, GroupPrint, evidence_nats, print_group
 from node.verify.copies import Copies
-from node.verify.schema import Schema, parse_tokens
-from protocol.messages import Announcement, Lineage, PeerId, PromptRef, Rollout, RolloutGroup
+from node.verify.schema import Schema
+from protocol.messages import Lineage, PeerId, PromptRef, Rollout, RolloutGroup
+from protocol.rollouts import parse_tokens
 from tests.node.verify.world import (
     EOS,
     EPOCH_MS,
     SHIFTED,
     ToyPolicy,
     World,
-    announcement_of,
     candidate,
     fingerprint,
     identity,
     rollout,
 )
+from tests.rollouts import changed, with_versions
 
 replace = msgspec.structs.replace
 
@@ -48,11 +48,11 @@ def shuffled(group: RolloutGroup) -> RolloutGroup:
 
 
 def with_logprobs(group: RolloutGroup, change: Callable[[np.ndarray], np.ndarray]) -> RolloutGroup:
-    def changed(each: Rollout) -> Rollout:
-        values = np.minimum(change(np.frombuffer(each.logprobs, dtype="<f4").astype(np.float64)), 0.0)
-        return replace(each, logprobs=values.astype("<f4").tobytes())
+    def moved(each: Rollout) -> Rollout:
+        values = np.minimum(change(np.frombuffer(each.answer.logprobs, dtype="<f4").astype(np.float64)), 0.0)
+        return changed(each, logprobs=values.astype("<f4").tobytes())
 
-    return replace(group, rollouts=tuple(changed(each) for each in group.rollouts))
+    return replace(group, rollouts=tuple(map(moved, group.rollouts)))
 
 
 def prompts(count: int) -> list[PromptRef]:
@@ -132,7 +132,7 @@ def test_less_than_half_is_no_copy(world, alice, bob):
         rollouts=(
             *first.rollouts[:3],
             *[
-                replace(each, token_ids=b"\7\0\0\0" * 3, logprobs=b"\0" * 12, versions=b"\0" * 12)
+                changed(each, token_ids=b"\7\0\0\0" * 3, logprobs=b"\0" * 12, versions=b"\0" * 12)
                 for each in second.rollouts[3:]
             ],
         ),
@@ -226,10 +226,6 @@ def verdict(world: World, copies: Copies, group: RolloutGroup, arrived_at: int) 
     return copies.check(Schema(world.charter).open(candidate(group, arrived_at), EPOCH_MS)).reason
 
 
-def sight(announcement: Announcement, sender: PeerId, arrived_at: int) -> Sighting:
-    return Sighting(sender, announcement, arrived_at, EPOCH_MS)
-
-
 def test_the_first_arrival_wins(world, copies, alice, bob):
     first = world.group(alice, version=3)
     copy = steal(world, first, bob)
@@ -239,38 +235,20 @@ def test_the_first_arrival_wins(world, copies, alice, bob):
     assert verdict(world, copies, first, arrived_at=12) == ""  # itself again is the ledger's business
 
 
-def test_an_announcement_is_enough_even_if_its_body_never_came(world, copies, alice, bob):
-    first = world.group(alice, version=3)
-    copies.claim(sight(candidate(first).announcement, alice, 10))
-    copy = steal(world, first, bob)
-    copies.claim(sight(candidate(copy).announcement, bob, 11))
-    assert verdict(world, copies, copy, arrived_at=11) == "copied"
-    assert verdict(world, copies, first, arrived_at=10) == ""
-
-
-def test_receipts_without_a_body_accuse_nobody(world, copies, alice, bob):
-    """Otherwise a front-runner who saw only a digest could silence its author, at no cost."""
-    group = world.group(alice, version=3)
-    announcement = candidate(steal(world, group, bob)).announcement
-    copies.claim(sight(replace(announcement, body=None), bob, 1))
-    assert verdict(world, copies, group, arrived_at=2) == ""
-
-
 def test_own_completions_in_another_slot_are_replayed(world, copies, alice):
     group = world.group(alice, version=3)
     remember(copies, group, arrived_at=10)
-    later = replace(group, prompt=replace(group.prompt, window=101), policy_version=4)
+    later = replace(group, prompt=replace(group.prompt, window=101))
     newer = tuple(
-        replace(each, versions=np.full(len(each.versions) // 4, 4, dtype="<u4").tobytes())
+        changed(each, versions=np.full(len(each.answer.versions) // 4, 4, dtype="<u4").tobytes())
         for each in group.rollouts
     )
-    assert verdict(world, copies, replace(later, rollouts=newer), arrived_at=20) == "replayed"
+    assert verdict(world, copies, with_versions(replace(later, rollouts=newer)), arrived_at=20) == "replayed"
 
 
 def test_a_forgotten_group_accuses_nobody(world, copies, alice, bob):
     first = world.group(alice, version=3)
     item = Schema(world.charter).open(candidate(first, 10), EPOCH_MS)
-    copies.claim(item)
     remember(copies, first, arrived_at=10)
     copies.forget(item)
     assert len(copies) == 0
@@ -278,14 +256,9 @@ def test_a_forgotten_group_accuses_nobody(world, copies, alice, bob):
 
 
 def test_bounded(world, alice):
-    copies = Copies(max_prints=5, max_claims=5)
+    copies = Copies(max_prints=5)
     group = world.group(alice)
     for slot in range(20):
         moved = replace(group, prompt=replace(group.prompt, slot=slot))
         remember(copies, moved, slot)
-        copies.claim(
-            sight(replace(announcement_of(moved, b"x"), completions=fingerprint(str(slot))), alice, slot)
-        )
     assert len(copies) == 5
-    assert len(copies._claims) == 5
-    assert all(len(holders) <= 5 for holders in copies._holders.values())

@@ -24,7 +24,7 @@ def test_one_receipt_a_slot(announcement, alice):
     assert ledger.claim(alice, announcement)
     assert ledger.claim(alice, announcement)
     assert not ledger.claim(alice, replace(announcement, rewards=(0.5,) * 8))
-    assert not ledger.claim(alice, replace(announcement, body=None))
+    assert not ledger.claim(alice, replace(announcement, commitment=b"other"))
     assert ledger.claim(alice, at(announcement, 100, 1))
 
 

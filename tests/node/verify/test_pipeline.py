@@ -24,6 +24,7 @@ from tests.node.verify.world import (
     item_at,
     rollout,
 )
+from tests.rollouts import changed
 
 T = TypeVar("T")
 replace = msgspec.structs.replace
@@ -228,8 +229,19 @@ def test_an_announcement_alone_tells_what_not_to_fetch(world, alice, bob):
     assert verifier.observe(alice, old, EPOCH_MS).reason == "stale"
     wrong = replace(honest, prompt=PromptRef(window=100, slot=1, index=honest.prompt.index))
     assert verifier.observe(alice, wrong, EPOCH_MS).reason == "tampered_prompt"
-    receipt = replace(honest, prompt=world.prompt(alice, 2), body=None)
+    receipt = replace(honest, prompt=world.prompt(alice, 2))
     assert verifier.observe(alice, receipt, EPOCH_MS).reason == ""
+
+
+async def test_who_announces_anothers_digest_first_accuses_nobody(world, alice, bob):
+    """Bob hears of Alice's group and announces its digest as his own, earlier for us, without a body."""
+    verifier = world.verifier()
+    (slot, theirs), *_ = world.shared_slots(alice, bob)
+    honest = candidate(world.group(alice, slot=slot), arrived_at=EPOCH_MS)
+    claim = replace(honest.announcement, prompt=world.prompt(bob, theirs))
+    assert verifier.observe(bob, claim, EPOCH_MS - 40).decision is Decision.ACCEPT
+    assert verifier.observe(alice, honest.announcement, EPOCH_MS).decision is Decision.ACCEPT
+    assert (await verifier.judge(honest)).accepted
 
 
 async def test_receipts_count_against_picking_the_lucky_slots(world, alice):
@@ -237,7 +249,7 @@ async def test_receipts_count_against_picking_the_lucky_slots(world, alice):
     groups = [world.group(alice, slot=slot) for slot in range(10)]
     suspicious, honest = world.verifier(), world.verifier()
     for slot in range(1, 9):
-        receipt = replace(candidate(groups[slot]).announcement, body=None)
+        receipt = candidate(groups[slot]).announcement
         assert honest.observe(alice, receipt, EPOCH_MS).reason == ""
     for verifier, expected in ((suspicious, ("skipped_too_much",)), (honest, ())):
         assert (await verifier.judge(candidate(groups[0]))).suspicions == ()
@@ -274,8 +286,8 @@ async def test_without_verification_claims_are_believed_but_bytes_are_still_host
     assert world.scorer.calls == 0
     assert verifier.observe(alice, candidate(lie).announcement, EPOCH_MS).decision is Decision.ACCEPT
     assert (await verifier.judge(candidate(lie, sender=bob))).reason == "author"
-    broken = np.full(len(group.rollouts[0].logprobs) // 4, np.nan, dtype="<f4").tobytes()
-    poisoned = replace(group, rollouts=(replace(group.rollouts[0], logprobs=broken), *group.rollouts[1:]))
+    broken = np.full(len(group.rollouts[0].answer.logprobs) // 4, np.nan, dtype="<f4").tobytes()
+    poisoned = replace(group, rollouts=(changed(group.rollouts[0], logprobs=broken), *group.rollouts[1:]))
     assert (await verifier.judge(candidate(poisoned))).reason == "not_finite"
 
 

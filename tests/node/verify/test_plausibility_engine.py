@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
 
 from node.rollout.engine.base import GenerationRequest
@@ -13,9 +12,10 @@ from node.rollout.engine.transformers import TransformersEngine
 from node.rollout.policy import Policy
 from node.verify.base import Item
 from node.verify.plausibility import Plausibility
-from node.verify.schema import parse_tokens
 from protocol.messages import Lineage, RolloutGroup, Sampling
+from protocol.rollouts import parse_tokens
 from tests.node.verify.world import EPOCH_MS, World, announcement_of
+from tests.rollouts import changed
 
 pytestmark = pytest.mark.slow
 
@@ -47,8 +47,7 @@ def test_own_and_foreign_engines(world, alice, tiny_policy_path: Path, other_pol
     gap = check.gap_nats(item_of(stranger))
     assert 1e-3 < gap < 20
     invented = tuple(
-        replace(each, logprobs=(np.frombuffer(each.logprobs, "<f4") - 6).tobytes())
-        for each in honest.rollouts
+        changed(each, logprobs=(parse_tokens(each).logprobs_T - 6).tobytes()) for each in honest.rollouts
     )
     suspicious = check.check(item_of(replace(honest, rollouts=invented)))
     assert suspicious.reason == "implausible_logprobs"

@@ -109,5 +109,5 @@ def test_the_item_is_asked_for_by_universe_index(world, alice):
 
 
 def test_a_slot_needs_no_body(world, alice):
-    announcement = replace(candidate(world.group(alice)).announcement, body=None)
+    announcement = candidate(world.group(alice)).announcement
     assert slot_check(world).check(Sighting(alice, announcement, EPOCH_MS, EPOCH_MS)).reason == ""

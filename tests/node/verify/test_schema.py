@@ -13,6 +13,7 @@ from protocol.constants import MAX_BLOB_BYTES
 from protocol.errors import LimitError, RemoteProtocolError
 from protocol.messages import Announcement, BlobRef, Rollout, RolloutGroup, Sampling
 from tests.node.verify.world import EPOCH_MS, World, candidate, fingerprint
+from tests.rollouts import changed
 
 replace = msgspec.structs.replace
 
@@ -26,11 +27,11 @@ def reason(world: World, item: Candidate) -> str:
 
 
 def with_rollout(group: RolloutGroup, **changes: Any) -> RolloutGroup:
-    return replace(group, rollouts=(replace(group.rollouts[0], **changes), *group.rollouts[1:]))
+    return replace(group, rollouts=(changed(group.rollouts[0], **changes), *group.rollouts[1:]))
 
 
 def floats(rollout: Rollout, **at: float) -> bytes:
-    values = np.frombuffer(rollout.logprobs, dtype="<f4").copy()
+    values = np.frombuffer(rollout.answer.logprobs, dtype="<f4").copy()
     values[0] = at["first"]
     return values.tobytes()
 
@@ -40,8 +41,8 @@ def test_an_honest_group_is_read_as_it_was_written(world, alice):
     item = Schema(world.charter).open(candidate(group, arrived_at=7), now_ms=9)
     assert (item.group, item.sender, item.arrived_at, item.now_ms) == (group, alice, 7, 9)
     for rollout, arrays in zip(group.rollouts, item.tokens, strict=True):
-        assert arrays.token_ids_T.tobytes() == rollout.token_ids
-        assert arrays.logprobs_T.tobytes() == rollout.logprobs
+        assert arrays.token_ids_T.tobytes() == rollout.answer.token_ids
+        assert arrays.logprobs_T.tobytes() == rollout.answer.logprobs
         assert set(arrays.versions_T.tolist()) == {3}
 
 
@@ -49,8 +50,9 @@ def test_an_honest_group_is_read_as_it_was_written(world, alice):
     ("changes", "expected"),
     [
         ({"body": b"\xc0"}, "size"),
-        ({"announcement": {"body": None}}, "no_body"),
         ({"announcement": {"policy_version": 9}}, "announcement_mismatch"),
+        ({"announcement": {"commitment": b"other"}}, "announcement_mismatch"),
+        ({"announcement": {"oldest_version": 1}}, "version_order"),
         ({"announcement": {"rewards": (1.0,) * 8}}, "announcement_mismatch"),
         ({"announcement": {"rewards": (1.0,) * 7}}, "group_size"),
         ({"announcement": {"rewards": (float("nan"),) * 8}}, "not_finite"),
@@ -102,21 +104,21 @@ def test_closed_swarm_and_unknown_tokenizer(world, alice, bob):
 def test_relations_that_types_cannot_express(world, alice):
     group = world.group(alice, version=4)
     first = group.rollouts[0]
-    newer = np.full(len(first.versions) // 4, 5, dtype="<u4").tobytes()
+    newer = np.full(len(first.answer.versions) // 4, 5, dtype="<u4").tobytes()
     cases = {
-        "array_length": {"token_ids": first.token_ids + b"\0"},
+        "array_length": {"token_ids": first.answer.token_ids + b"\0"},
         "empty": {"token_ids": b"", "logprobs": b"", "versions": b""},
         "positive_logprob": {"logprobs": floats(first, first=0.01)},
         "not_finite": {"logprobs": floats(first, first=float("nan"))},
         "version_order": {"versions": newer},
-        "text_too_long": {"text": "é" * (TEXT_BYTES_PER_TOKEN * len(first.token_ids) // 8 + 1)},
+        "text_too_long": {"text": "é" * (TEXT_BYTES_PER_TOKEN * len(first.answer.token_ids) // 8 + 1)},
         "too_long": dict.fromkeys(("token_ids", "logprobs", "versions"), b"\x00" * 4 * 6),
     }
     for expected, changes in cases.items():
         assert reason(world, candidate(with_rollout(group, **changes))) == expected
     for expected, changes in (
-        ("array_length", {"logprobs": first.logprobs + b"\0" * 4}),
-        ("array_length", {"versions": first.versions[4:]}),
+        ("array_length", {"logprobs": first.answer.logprobs + b"\0" * 4}),
+        ("array_length", {"versions": first.answer.versions[4:]}),
         ("not_finite", {"logprobs": floats(first, first=-np.inf)}),
         ("", {"logprobs": floats(first, first=5e-7)}),
     ):
@@ -162,7 +164,7 @@ def test_the_largest_group_the_charter_allows_fits(world, alice):
     group = world.group(alice)
     full = np.zeros(5, dtype="<u4").tobytes()
     largest = tuple(
-        replace(each, text=text, token_ids=full, logprobs=full, versions=full, seed=2**63 - 1)
+        changed(each, text=text, token_ids=full, logprobs=full, versions=full, seed=2**63 - 1)
         for each in group.rollouts
     )
     names = {"environment": "e" * 64, "engine": "e" * 64, "dtype": "d" * 64, "question": "q" * 256 * 1024}

@@ -21,6 +21,7 @@ from tests.node.verify.world import (
     decode,
     rollout,
 )
+from tests.rollouts import with_versions
 
 replace = msgspec.structs.replace
 
@@ -94,7 +95,7 @@ def test_a_group_must_not_contradict_itself(world, alice):
             rollout([ord("x"), EOS], [-1.0, logprob], reward=0.0, version=version)
             for logprob, version in zip((one, other), versions, strict=True)
         )
-        lie = replace(group, policy_version=1, rollouts=(*pair, *group.rollouts[2:]))
+        lie = with_versions(replace(group, rollouts=(*pair, *group.rollouts[2:])))
         return check.check(item_of(world, lie)).reason
 
     assert with_pair(-2.0, -2.2) == ""

@@ -22,7 +22,8 @@ from node.sandbox.scorer import FailureReason, ScoredGroup, ScoreFailure
 from node.verify.base import Candidate
 from node.verify.pipeline import Verifier
 from protocol.charter import swarm_id
-from protocol.codec import completions_digest, digest, encode
+from protocol.codec import digest, encode
+from protocol.constants import PROTOCOL_VERSION
 from protocol.identity import Identity
 from protocol.messages import (
     Announcement,
@@ -39,6 +40,8 @@ from protocol.messages import (
     TokenizerSpec,
 )
 from protocol.prompts import slots
+from protocol.receipts import slot_digest
+from protocol.rollouts import single_turn
 
 EPOCH_MS = 1_700_000_000_000
 EOS = 0
@@ -153,17 +156,20 @@ def rollout(
         "reward": reward,
         "seed": seed,
     }
-    return Rollout(**(fields | changes))
+    return single_turn(**(fields | changes))
 
 
 def announcement_of(group: RolloutGroup, body: bytes) -> Announcement:
     return Announcement(
         lineage=group.lineage,
         policy_version=group.policy_version,
+        mean_version=group.mean_version,
+        oldest_version=group.oldest_version,
         prompt=group.prompt,
-        completions=completions_digest(group.rollouts),
+        completions=slot_digest(group.author, group.lineage, group.prompt, group.rollouts),
         rewards=tuple(each.reward for each in group.rollouts),
         body=BlobRef(digest=digest(body), size=len(body)),
+        commitment=group.commitment,
     )
 
 
@@ -184,7 +190,7 @@ class World:
     def __post_init__(self) -> None:
         fields: dict[str, Any] = {
             "name": "toy",
-            "protocol_version": 1,
+            "protocol_version": PROTOCOL_VERSION,
             "founder": identity("founder").peer_id,
             "created_at": EPOCH_MS - 100 * 10_000,
             "environments": (EnvironmentSpec(name=ENVIRONMENT),),
@@ -237,6 +243,8 @@ class World:
             author=author,
             lineage=self.lineage(author, base),
             policy_version=version,
+            mean_version=version,
+            oldest_version=version,
             environment=ENVIRONMENT,
             prompt=prompt,
             question=item_at(prompt.index).text,

@@ -62,15 +62,15 @@ def lengthy(policy: Policy, lengths: Sequence[int], n: int = 1) -> list[Generati
 
 
 def tokens(rollout: Rollout) -> list[int]:
-    return np.frombuffer(rollout.token_ids, "<u4").tolist()
+    return np.frombuffer(rollout.answer.token_ids, "<u4").tolist()
 
 
 def logprobs(rollout: Rollout) -> np.ndarray:
-    return np.frombuffer(rollout.logprobs, "<f4")
+    return np.frombuffer(rollout.answer.logprobs, "<f4")
 
 
 def versions(rollout: Rollout) -> list[int]:
-    return np.frombuffer(rollout.versions, "<u4").tolist()
+    return np.frombuffer(rollout.answer.versions, "<u4").tolist()
 
 
 def drain(generation: Generation) -> dict[int, list[Rollout]]:

@@ -126,8 +126,12 @@ def test_what_is_in_flight_is_begun_anew_under_the_same_tickets(
         done.update(generation.wait())
     assert sorted(done) == tickets
     for ticket, rollouts in zip(tickets, expected, strict=True):
-        assert [rollout.token_ids for rollout in done[ticket]] == [r.token_ids for r in rollouts]
-    assert generation.sampled == sum(len(r.token_ids) // 4 for rollouts in done.values() for r in rollouts)
+        assert [rollout.answer.token_ids for rollout in done[ticket]] == [
+            r.answer.token_ids for r in rollouts
+        ]
+    assert generation.sampled == sum(
+        len(r.answer.token_ids) // 4 for rollouts in done.values() for r in rollouts
+    )
     generation.close()
 
 

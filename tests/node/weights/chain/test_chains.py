@@ -128,7 +128,7 @@ def test_nobody_there_and_nobody_answering(tmp_path):
             async def mute(stream) -> None:
                 await asyncio.sleep(1000)
 
-            nodes.transports[0].serve("/murmuration/1/chain", mute, deadline_s=1000)
+            nodes.transports[0].serve("/murmuration/2/chain", mute, deadline_s=1000)
             began_s = now_s()
             with pytest.raises((DeadlineError, TransportError)):
                 await follower.ask(owner.peer_id, OWNER, None, 15.0)
