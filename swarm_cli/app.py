@@ -31,6 +31,8 @@ from swarm_cli.commands import (
 __all__ = ["app", "main"]
 
 INTERRUPTED = 130
+DEVELOPERS = "Measuring and planning"
+"""Panel of `swarm --help` that comes after the commands of a user."""
 
 app = typer.Typer(
     name="swarm",
@@ -40,19 +42,27 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+# What a user does, in the order of a first week.
 app.command()(demo.demo)
-app.command()(run.run)
 app.command()(join.join)
+app.command()(run.run)
 app.command()(monitor.monitor)
 app.command()(status.status)
-app.command()(plan.plan)
 app.command()(doctor.doctor)
 app.command()(serve.serve)
-app.add_typer(key.app, name="key", help="This node's identity.")
-app.add_typer(config.app, name="config", help="Configuration: show, schema, path.")
 app.add_typer(model.app, name="model", help="Policies: get, build.")
-app.add_typer(objectives.app, name="objectives", help="What a node can train with: list.")
-app.add_typer(bench.app, name="bench", help="Measure, against a baseline in the same run.")
+app.add_typer(config.app, name="config", help="Configuration: show, schema, path.")
+app.add_typer(key.app, name="key", help="This node's identity.")
+
+# What those need who work on the code, or tune a swarm.
+app.command(rich_help_panel=DEVELOPERS)(plan.plan)
+app.add_typer(
+    objectives.app, name="objectives", help="What a node can train with: list.", rich_help_panel=DEVELOPERS
+)
+app.add_typer(
+    bench.app, name="bench", help="Measure, against a baseline in the same run.", rich_help_panel=DEVELOPERS
+)
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import signal
 import string
 from collections.abc import Callable
@@ -19,12 +20,25 @@ if TYPE_CHECKING:
 # A shell that runs the tests in the background ignores these, and so would all that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+# Tables are as wide as where no terminal is, on every terminal and in workers of pytest-xdist.
+for name in ("COLUMNS", "LINES"):
+    os.environ.pop(name, None)
 
 pytest_plugins = ["tests.hostile.audit"]
 
 # The same examples on every machine and in every run; no deadline, since the machine may be busy.
 hypothesis.settings.register_profile("deterministic", derandomize=True, database=None, deadline=None)
 hypothesis.settings.load_profile("deterministic")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where several workers share the tests, one of them takes all that open real sockets: these have limits
+    in seconds, and compete for ports and cores."""
+    for item in items:
+        if "net" in item.keywords:
+            item.add_marker(pytest.mark.xdist_group("net"))
+
 
 CHARACTERS = string.digits + string.ascii_lowercase + " +-=,"
 

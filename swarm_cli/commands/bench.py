@@ -1,6 +1,7 @@
 """`swarm bench`: measurements that anybody can repeat, as one JSON object or a table.
 
 Each bench is a module of `swarm_cli/bench`, whose docstring says how it measures. Progress goes to stderr.
+`broadcast` and `staleness` are not part of the wheel: they need a source checkout.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
+from swarm_cli.checkout import require_checkout
 from swarm_cli.commands.model import fetch_missing
 from swarm_cli.options import ConfigFiles, HomeOption, JsonOption, Settings, resolve
 from swarm_cli.output import err, out, write_json
@@ -115,6 +117,7 @@ def broadcast(
     Root may make network namespaces, where the kernel limits every link; others share one unlimited device
     and limit themselves. Exit codes: 0 measured, 1 a node failed, 2 wrong input.
     """
+    require_checkout("bench broadcast", "swarm_cli.bench.broadcast")
     import dataclasses
 
     from swarm_cli.bench.broadcast.bench import FULL, QUICK, bench_broadcast
@@ -172,6 +175,7 @@ def staleness(
     """
     if quick and full:
         raise typer.BadParameter("--quick and --full exclude each other")
+    require_checkout("bench staleness", "swarm_cli.bench.staleness")
     settings = resolve(None, None, home)
 
     from node.state.paths import Home

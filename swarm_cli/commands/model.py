@@ -23,6 +23,7 @@ from rich.progress import (
 )
 
 from protocol.errors import ConfigError
+from swarm_cli.checkout import require_checkout
 from swarm_cli.options import HomeOption, JsonOption, resolve
 from swarm_cli.output import err, out, write_json
 
@@ -122,6 +123,7 @@ def make_tiny_command(
 
     Exit codes: 0 built, 2 unknown name.
     """
+    require_checkout("model make-tiny", "node.rollout.tiny")
     from node.rollout.tiny import TINY_POLICIES, make_tiny
 
     known = [spec.name for spec in TINY_POLICIES]

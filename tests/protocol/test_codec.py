@@ -56,7 +56,6 @@ def test_int_in_a_float_field_of_ours_is_sent_as_float() -> None:
         msgspec.structs.replace(ANNOUNCEMENT, rewards=()),
         msgspec.structs.replace(ANNOUNCEMENT, body=object()),
     ],
-    ids=repr,
 )
 def test_own_record_out_of_bounds_is_our_fault(record: m.Record) -> None:
     with pytest.raises(LocalProtocolError, match=f"this {type(record).__name__} must not be sent"):

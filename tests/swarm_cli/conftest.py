@@ -28,6 +28,12 @@ class Ended:
 Swarm = Callable[..., Ended]
 
 
+@pytest.fixture
+def tmp_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As pytest's, with a short name, since the path of a Unix socket has room for 107 bytes."""
+    return tmp_path_factory.mktemp("t")
+
+
 @pytest.fixture(autouse=True)
 def no_variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No test reads or writes the home of the person who runs it."""
