@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,30 +18,32 @@ from node.clock import Clock
 from node.compute import Compute
 from node.config import NodeConfig
 from node.events import EventBus, Health, NodeStarted, NodeStopped, Notice, NoticeLevel, PeersSeen, StagesSeen
+from node.membership import Membership
 from node.network import Network
 from node.peers.book import PeerBook
 from node.peers.trust import Standing, TrustBook, TrustSettings, save_standings
 from node.rollout.admission import Admission
 from node.rollout.engine.base import Engine
 from node.rollout.environment import Environment
+from node.rollout.generate import Generator
 from node.rollout.policy import Policy
 from node.rollout.prompts import PromptFeed, Universe, WindowLog
-from node.rollout.reuse import ReuseBook
 from node.rollout.scoring import OwnScorer
-from node.rollout.worker import OwnGroup, RolloutWorker
+from node.rollout.stage import RolloutStage
+from node.runtime import Runtime
 from node.sandbox.scorer import Scorer
 from node.sandbox.strength import describe
+from node.share.accepted import Accepted
 from node.state.paths import Home
 from node.state.stores import ReplayGuard, SequenceSource
 from node.supervise import LoopLag, StageGauge, run_stages
 from node.transport.base import Transport
 from node.transport.limits import Refusals
-from node.verify.schema import max_body_bytes
 from node.weights.sharing import WeightsSharing
 from protocol.charter import swarm_id
 from protocol.constants import PROTOCOL_VERSION
 from protocol.identity import Identity
-from protocol.messages import Charter, Digest, Lineage, PeerId, PeerRecord, PromptRef, RolloutGroup, Sampling
+from protocol.messages import Charter, Digest, Lineage, PeerId, PeerRecord
 from protocol.prompts import window_of
 
 __all__ = ["CoreParts", "NodeCore", "Stages"]
@@ -101,16 +103,16 @@ class NodeCore:
             ),
             parts.standings,
         )
-        self._admission = self._admit()
-        self._made: asyncio.Queue[OwnGroup] = asyncio.Queue(2 * config.train.local_groups)
+        self._runtime = Runtime(parts.clock, parts.compute, parts.bus, self._rng)
+        self._membership = Membership(parts.identity, parts.charter, parts.clock)
+        rollout = config.rollout
+        self._admission = Admission(rollout.max_staleness, config.train.local_groups, rollout.token_budget)
+        self._made: asyncio.Queue[Accepted] = asyncio.Queue(2 * config.train.local_groups)
         """Own groups, scored."""
-        self._worker: RolloutWorker | None = None
+        self._rollout: RolloutStage
         self._gauges: dict[str, StageGauge] = {}
         self._universe = Universe(self._swarm_id, self._charter, parts.environments)
         self._own_scorer = OwnScorer(parts.environments, parts.sandbox)
-        self._feed = PromptFeed(
-            self._universe, self._charter, self._swarm_id, self._peer_id, self._clock, parts.windows
-        )
         self._network: Network | None = None
         if parts.transport is not None:
             self._network = Network(
@@ -190,56 +192,25 @@ class NodeCore:
 
     # --- rollouts -----------------------------------------------------------------------------------------
 
-    def _admit(self) -> Admission:
-        """A new admission, with nothing outstanding."""
-        rollout = self.config.rollout
-        return Admission(rollout.max_staleness, self.config.train.local_groups, rollout.token_budget)
-
-    def _rollout(
-        self,
-        lineage: Lineage,
-        publish: Callable[[RolloutGroup], Awaitable[None]],
-        *,
-        awake: asyncio.Event | None,
-        waits_for: str,
-    ) -> RolloutWorker:
-        """Generation for `lineage`, by this node. `waits_for` names what gives new room."""
-        config = self.config
-        return RolloutWorker(
-            author=self._peer_id,
-            lineage=lineage,
-            policy=self._core.policy,
-            engine=self._core.engine,
-            scorer=self._own_scorer,
-            feed=self._feed,
-            admission=self._admission,
-            sampling=Sampling(
-                max_new_tokens=self._charter.max_new_tokens,
-                temperature=config.rollout.temperature,
-                top_p=config.rollout.top_p,
-            ),
-            group_size=self._charter.group_size,
-            groups_per_batch=config.train.local_groups,
-            seed=config.seed,
-            compute=self._compute,
-            clock=self._clock,
-            bus=self._bus,
-            gauge=self._gauges["rollout"],
-            out=self._made,
-            publish=publish,
-            max_body_bytes=max_body_bytes(self._charter),
-            max_in_flight=config.rollout.max_in_flight,
-            reuse=ReuseBook(config.rollout.reuse_lenience, top_p=config.rollout.top_p)
-            if config.rollout.reuse_lenience
-            else None,
+    def _open_rollout(self, awake: asyncio.Event | None) -> RolloutStage:
+        return RolloutStage(
+            self._runtime,
+            PromptFeed(self._runtime, self._membership, self._universe, self._core.windows),
+            self._admission,
+            self._made,
+            self._publish,
+            max_in_flight=self.config.rollout.max_in_flight,
             awake=awake,
-            too_old=self._too_old,
-            waits_for=waits_for,
         )
 
-    def _too_old(self, prompt: PromptRef) -> bool:
-        """Whether peers would refuse a group of this slot for its age."""
-        return int(self._window()) - prompt.window > self._charter.rules.max_age_windows
+    def _generator(self, lineage: Lineage) -> Generator:
+        """What generates for `lineage`, by this node."""
+        core = self._core
+        return Generator(self._membership, lineage, core.policy, core.engine, self._own_scorer, self.config)
+
+    async def _publish(self, own: Accepted, body: bytes) -> None:
+        """An own group to peers."""
+        raise NotImplementedError
 
     # --- weights ------------------------------------------------------------------------------------------
 
@@ -318,19 +289,13 @@ class NodeCore:
                 StagesSeen(
                     at=self._clock.now_ms(),
                     stages=tuple(gauge.status() for gauge in self._gauges.values()),
-                    rollouts_in_flight=self._worker.in_flight if self._worker is not None else 0,
-                    tokens_sampled=self._sampled(),
+                    rollouts_in_flight=self._rollout.in_flight,
+                    tokens_sampled=self._rollout.sampled,
                 )
             )
             self._emit_peers()
             self._emit_weights()
             await asyncio.sleep(SNAPSHOT_S)
-
-    def _sampled(self) -> int:
-        return self._worker.sampled if self._worker is not None else 0
-
-    def _unshared(self) -> int:
-        return self._worker.unshared if self._worker is not None else 0
 
     def _emit_peers(self) -> None:
         if self._network is not None:
@@ -365,5 +330,5 @@ class NodeCore:
             announced=publisher.announced if publisher is not None else 0,
             bodies_fetched=0,
             bodies_served=publisher.bodies_served if publisher is not None else 0,
-            unshared=self._unshared(),
+            unshared=self._rollout.unshared,
         )

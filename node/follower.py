@@ -36,6 +36,7 @@ from node.network import Network
 from node.peers.trust import Hardness
 from node.rollout.engine.base import BrokenWeightsError
 from node.rollout.engine.parity import ParityError
+from node.share.accepted import Accepted
 from node.supervise import StageGauge, run_stages
 from node.weights.chain.apply import THREADS
 from node.weights.chain.base import base_bits
@@ -46,7 +47,7 @@ from node.weights.follow.probe import FollowerProbe
 from node.weights.follow.tracker import Tracker
 from protocol.delta import warm_up, weights_digest
 from protocol.errors import ConfigError
-from protocol.messages import Digest, Lineage, PeerId, RolloutGroup
+from protocol.messages import Digest, Lineage, PeerId
 
 __all__ = ["Follower"]
 
@@ -86,10 +87,9 @@ class Follower(NodeCore):
         self._reached = asyncio.Event()
         """Set once the engine has a version of the owner's."""
         self._versions = 0
-        self._gone_sampled = self._gone_unshared = 0
-        """Counters of workers for earlier owners."""
+        self._rollout = self._open_rollout(None)
         self._gauge(
-            StageGauge("rollout", self._clock, "an owner", self._made.maxsize, self._made.qsize),
+            self._rollout.gauge,
             StageGauge("broadcast", self._clock, "a new version"),
         )
         self._sharing = self._share_weights(self._network)
@@ -211,14 +211,11 @@ class Follower(NodeCore):
             fetch_timeout_s=self.config.broadcast.fetch_timeout_s,
             notice=self._notice,
         )
-        # Groups that a worker for another owner had begun were dropped with it.
-        self._admission = self._admit()
-        self._worker = self._rollout(lineage, self._publish, awake=None, waits_for="the next version")
         try:
             await run_stages(
                 {
                     "track": self._tracker.run(),
-                    "rollout": self._generate(),
+                    "rollout": self._generate(lineage),
                     "watch": self._watch(self._tracker, lost),
                 },
                 until=lost,
@@ -227,9 +224,6 @@ class Follower(NodeCore):
             self._distrust(lineage.owner, str(error), lost)
         finally:
             self._reached.clear()
-            self._gone_sampled += self._worker.sampled
-            self._gone_unshared += self._worker.unshared
-            self._worker = None
 
     async def _watch(self, tracker: Tracker, lost: asyncio.Event) -> None:
         """Set `lost` when the owner contradicted itself, or nothing of it came for too long: on its chain,
@@ -277,15 +271,14 @@ class Follower(NodeCore):
 
     # --- generate and share -------------------------------------------------------------------------------
 
-    async def _generate(self) -> None:
-        with self._gauges["rollout"].waiting("the first version"):
+    async def _generate(self, lineage: Lineage) -> None:
+        with self._rollout.gauge.waiting("the first version"):
             await self._reached.wait()
-        if self._worker is not None:
-            await self._worker.run()
+        await self._rollout.run(self._generator(lineage))
 
-    async def _publish(self, group: RolloutGroup) -> None:
+    async def _publish(self, own: Accepted, body: bytes) -> None:
         if not self._probe.failure:
-            await self._neighbours.publisher.publish(group)
+            await self._neighbours.publisher.publish(own, body)
 
     async def _pass_on(self) -> None:
         """Own groups are published as they are made; nobody trains on them here."""
@@ -300,12 +293,6 @@ class Follower(NodeCore):
                 self._heard_s = self._clock.monotonic_s()
 
     # --- events -------------------------------------------------------------------------------------------
-
-    def _sampled(self) -> int:
-        return self._gone_sampled + super()._sampled()
-
-    def _unshared(self) -> int:
-        return self._gone_unshared + super()._unshared()
 
     def _emit_weights(self) -> None:
         owner = self._followed.owner if self._followed is not None else ""

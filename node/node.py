@@ -56,6 +56,7 @@ from node.core import CoreParts, NodeCore, Stages
 from node.events import Evaluated, Health, NoticeLevel
 from node.network import Network
 from node.peers.trust import Hardness, Standing
+from node.share.accepted import Accepted
 from node.share.collect import Collector, Fetched
 from node.share.gossip import Heard
 from node.share.pool import ReplayPool
@@ -84,7 +85,7 @@ from node.weights.merge.merger import Merger
 from node.weights.merge.resolve import MergeRule, Strategy
 from node.weights.publish.owner import OwnerBroadcast
 from node.weights.sharing import WeightsSharing
-from protocol.messages import Digest, Lineage, PeerId, PromptRef, RolloutGroup, SignedLink
+from protocol.messages import Digest, Lineage, PeerId, PromptRef, SignedLink
 
 __all__ = ["Node", "NodeParts"]
 
@@ -126,13 +127,28 @@ class Node(NodeCore):
         self._pool = ReplayPool(config.share.pool_groups, config.share.max_uses, self._rng)
         self._pooled = asyncio.Event()
         self._fetched: asyncio.Queue[Fetched] = asyncio.Queue(config.verify.queue)
+        self._broadcast_gauge = StageGauge("broadcast", self._clock, "a new version")
+        self._engine = EngineBroadcast(
+            parts.trainer,
+            parts.engine,
+            parts.policy,
+            prompts=lambda: [prompt.text for prompt in self._held_out.prompts()],
+            tolerance=config.rollout.parity_tolerance,
+            probe_every=config.train.checkpoint_every,
+            sequential=config.policy.sharing == "sequential",
+            compute=self._compute,
+            gauge=self._broadcast_gauge,
+            notice=self._notice,
+            proven=self._offer,
+        )
+        self._rollout = self._open_rollout(self._engine.awake)
         self._gauge(
-            StageGauge("rollout", self._clock, "the trainer", self._made.maxsize, self._made.qsize),
+            self._rollout.gauge,
             StageGauge("verify", self._clock, "fetched bodies", self._fetched.maxsize, self._fetched.qsize),
             StageGauge("share", self._clock, "offers", self._pool.capacity, lambda: len(self._pool)),
             StageGauge("weight", self._clock, "a step"),
             StageGauge("train", self._clock, "own groups"),
-            StageGauge("broadcast", self._clock, "a new version"),
+            self._broadcast_gauge,
             *([StageGauge("merge", self._clock, "the next round")] if config.merge.enabled else []),
         )
         self._held_out = HeldOut(
@@ -155,19 +171,6 @@ class Node(NodeCore):
             engine=parts.engine,
             own=OwnLineage(self._lineage, lambda: parts.trainer.policy_version),
             enabled=config.verify.enabled,
-        )
-        self._engine = EngineBroadcast(
-            parts.trainer,
-            parts.engine,
-            parts.policy,
-            prompts=lambda: [prompt.text for prompt in self._held_out.prompts()],
-            tolerance=config.rollout.parity_tolerance,
-            probe_every=config.train.checkpoint_every,
-            sequential=config.policy.sharing == "sequential",
-            compute=self._compute,
-            gauge=self._gauges["broadcast"],
-            notice=self._notice,
-            proven=self._offer,
         )
         self._collector: Collector | None = None
         self._sharing: WeightsSharing | None = None
@@ -350,11 +353,8 @@ class Node(NodeCore):
         )
 
     def _stages(self) -> Stages:
-        self._worker = self._rollout(
-            self._lineage, self._publish, awake=self._engine.awake, waits_for="the trainer"
-        )
         stages = {
-            "rollout": self._worker.run(),
+            "rollout": self._rollout.run(self._generator(self._lineage)),
             "train": self._train().run(),
             "end": self._end_when_finished(),
         }
@@ -418,10 +418,10 @@ class Node(NodeCore):
 
     # --- what stages call ---------------------------------------------------------------------------------
 
-    async def _publish(self, group: RolloutGroup) -> None:
+    async def _publish(self, own: Accepted, body: bytes) -> None:
         if self._network is not None and self._collector is not None and not self._engine.not_sharing:
-            self._verifier.observe_own(group)
-            await self._network.publisher.publish(group)
+            self._verifier.observe_own(own)
+            await self._network.publisher.publish(own, body)
             self._collector.nudge()
 
     def _offer(self, policy_version: int, state: Mapping[str, Tensor], *, anchor: bool = False) -> None:

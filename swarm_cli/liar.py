@@ -14,7 +14,17 @@ from enum import StrEnum
 import msgspec
 
 from node.share.publish import announce
-from protocol.messages import Announcement, Charter, Digest, Lineage, PromptRef, Rollout, RolloutGroup
+from protocol.codec import digest, encode
+from protocol.messages import (
+    Announcement,
+    BlobRef,
+    Charter,
+    Digest,
+    Lineage,
+    PromptRef,
+    Rollout,
+    RolloutGroup,
+)
 from protocol.prompts import slots
 
 __all__ = ["Liar", "Lie"]
@@ -61,7 +71,8 @@ class Liar:
         }[kind](group)
         if false is None or len({rollout.reward for rollout in false.rollouts}) == 1:
             return None
-        return announce(false)
+        body = encode(false)
+        return announce(false, BlobRef(digest=digest(body), size=len(body))), body
 
     def _false_reward(self, group: RolloutGroup) -> RolloutGroup:
         """Mixed rewards are turned upside down; where all are alike, every second one is."""

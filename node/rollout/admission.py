@@ -27,6 +27,7 @@ class Admission:
     """Counts groups and tokens, and says how many more there may be. One event loop owns it."""
 
     def __init__(self, max_staleness: int, groups_per_step: int, token_budget: int = 0) -> None:
+        self.groups_per_step = groups_per_step
         self._limit = (max_staleness + 1) * groups_per_step
         self._running = 0
         self._complete = 0
@@ -61,6 +62,10 @@ class Admission:
         self._running -= accepted + dropped
         self._complete += accepted
         self._changed.set()
+
+    def drop_running(self) -> None:
+        """Generation has ended: none of the running groups will be complete."""
+        self.finished(accepted=0, dropped=self._running)
 
     def sampled(self, tokens: int) -> None:
         """So many tokens more."""

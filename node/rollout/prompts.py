@@ -9,14 +9,18 @@ window. Derivation itself is in `protocol/prompts.py`; this file only binds it t
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Protocol
 
-from node.clock import Clock
+from cachetools import FIFOCache, cachedmethod
+
+from node.membership import Membership
 from node.rollout.environment import Environment, Prompt
-from protocol.messages import Charter, Digest, PeerId, PromptRef
+from node.runtime import Runtime
+from protocol.messages import Charter, Digest, PromptRef
 from protocol.prompts import environment_of, held_out_question, slots, training_question, window_of
 
 __all__ = ["AssignedPrompt", "PromptFeed", "Universe", "WindowLog"]
@@ -39,18 +43,15 @@ class Universe:
         self._swarm_id = swarm_id
         self._charter = charter
         self._environments = environments
-        self._items: OrderedDict[int, Prompt] = OrderedDict()
+        self._items: FIFOCache[int, Prompt] = FIFOCache(CACHED_ITEMS)
+        self._lock = threading.Lock()
 
+    @cachedmethod(attrgetter("_items"), lock=attrgetter("_lock"))
     def item(self, index: int) -> Prompt:
         """The training prompt behind a universe index; never a held-out one."""
-        prompt = self._items.get(index)
-        if prompt is None:
-            environment = self._environments[environment_of(self._charter, index).name]
-            question = training_question(self._swarm_id, index, lambda seed: environment.prompt(seed, 0).text)
-            prompt = self._items[index] = environment.prompt(question.seed, 0)
-            while len(self._items) > CACHED_ITEMS:
-                self._items.popitem(last=False)
-        return prompt
+        environment = self._environments[environment_of(self._charter, index).name]
+        question = training_question(self._swarm_id, index, lambda seed: environment.prompt(seed, 0).text)
+        return environment.prompt(question.seed, 0)
 
     def held_out(self, per_task: int, *, after: int = 0) -> dict[str, list[Prompt]]:
         """`per_task` evaluation prompts of every environment, those that follow the first `after` ones; the
@@ -88,35 +89,28 @@ class PromptFeed:
     """
 
     def __init__(
-        self,
-        universe: Universe,
-        charter: Charter,
-        swarm_id: Digest,
-        peer_id: PeerId,
-        clock: Clock,
-        windows: WindowLog,
+        self, runtime: Runtime, membership: Membership, universe: Universe, windows: WindowLog
     ) -> None:
+        self._runtime = runtime
+        self._membership = membership
         self._universe = universe
-        self._charter = charter
-        self._swarm_id = swarm_id
-        self._peer_id = peer_id
-        self._clock = clock
         self._windows = windows
         self._window = windows.newest()
-        self._slot = charter.slots_per_window
+        self._slot = membership.charter.slots_per_window
 
     async def next(self) -> AssignedPrompt:
         """The next slot; at most one window away."""
+        member, charter = self._membership, self._membership.charter
         while True:
-            window = window_of(self._charter, self._clock.now_ms())
+            window = window_of(charter, self._runtime.now_ms())
             if window > self._window:
                 self._windows.begun(window)
                 self._window, self._slot = window, 0
-            if self._slot < self._charter.slots_per_window:
+            if self._slot < charter.slots_per_window:
                 break
-            next_at = self._charter.created_at + (window + 1) * self._charter.window_ms
-            await asyncio.sleep(max(1, next_at - self._clock.now_ms()) / 1000)
-        index = slots(self._swarm_id, self._charter, self._window, self._peer_id)[self._slot]
+            next_at = charter.created_at + (window + 1) * charter.window_ms
+            await asyncio.sleep(max(1, next_at - self._runtime.now_ms()) / 1000)
+        index = slots(member.swarm_id, charter, self._window, member.peer_id)[self._slot]
         ref = PromptRef(window=self._window, slot=self._slot, index=index)
         self._slot += 1
         return AssignedPrompt(ref=ref, prompt=self._universe.item(index))

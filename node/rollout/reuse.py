@@ -34,7 +34,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from node.rollout.engine.base import Engine, Prefix, TokenSequence
+from node.rollout.engine.base import Engine, GenerationRequest, Prefix, TokenSequence
 from protocol.errors import ConfigError
 from protocol.messages import Rollout
 from protocol.rollouts import parse_tokens
@@ -124,34 +124,30 @@ class ReuseBook:
             while len(self._drafts) > self._max_prompts or self._tokens > self._max_tokens:
                 self._forget(next(iter(self._drafts)))
 
-    def prefixes(
-        self,
-        engine: Engine,
-        prompt_index: int,
-        prompt_ids: tuple[int, ...],
-        n: int,
-        seed: int,
-        temperature: float,
-    ) -> tuple[Prefix, ...]:
-        """What the n rollouts of a new group begin with: one prefix each, perhaps an empty one; or none at
-        all when nothing is kept. Blocks while the engine scores the drafts. `seed` must be the group's own,
-        so that no two tests of a draft share their random numbers. Raises EngineError.
+    def prefixes(self, engine: Engine, prompt_index: int, request: GenerationRequest) -> tuple[Prefix, ...]:
+        """What the rollouts of a new group begin with: one prefix each, perhaps an empty one; or none at all
+        when nothing is kept. Blocks while the engine scores the drafts. The seed of `request` must be the
+        group's own, so that no two tests of a draft share their random numbers. Raises EngineError.
 
         When new weights come in between, nothing is kept: the scores may be of two versions.
         """
         with self._lock:
-            drafts = self._drafts.get(prompt_index, [])[:n]
+            drafts = self._drafts.get(prompt_index, [])[: request.n]
             if drafts:
                 self._drafts.move_to_end(prompt_index)
         if not drafts:
             return ()
         version = engine.policy_version
+        temperature = request.sampling.temperature
         scored = engine.logprobs(
-            [TokenSequence(prompt_ids, tuple(draft.token_ids_T.tolist()), temperature) for draft in drafts]
+            [
+                TokenSequence(request.prompt_ids, tuple(draft.token_ids_T.tolist()), temperature)
+                for draft in drafts
+            ]
         )
         if engine.policy_version != version:
             return ()
-        uniforms = np.random.default_rng(seed)
+        uniforms = np.random.default_rng(request.seed)
         prefixes = []
         for draft, new_T in zip(drafts, scored, strict=True):
             log_uniforms_T = np.log1p(-uniforms.random(len(new_T)))  # of 1 - u: never 0, so never -inf
@@ -163,7 +159,7 @@ class ReuseBook:
             self.accepted += sum(len(prefix.token_ids) for prefix in prefixes)
         if not any(prefix.token_ids for prefix in prefixes):
             return ()
-        return (*prefixes, *[_NOTHING] * (n - len(prefixes)))
+        return (*prefixes, *[_NOTHING] * (request.n - len(prefixes)))
 
     def _forget(self, prompt_index: int) -> None:
         self._tokens -= _tokens_of(self._drafts.pop(prompt_index, []))

@@ -27,7 +27,7 @@ class OwnScorer:
         """One reward per completion, or why there are none."""
         environment = self._environments[prompt.environment]
         if not environment.evaluates_answers:
-            return tuple(environment.score(prompt, completion).reward for completion in completions)
+            return tuple(float(environment.score(prompt, completion).reward) for completion in completions)
         result = self._sandbox.score(prompt.environment, prompt.seed, prompt.index, completions)
         return tuple(score.reward for score in result.scores) if isinstance(result, ScoredGroup) else result
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from node.verify.base import TokenArrays
 from protocol.messages import Digest, RolloutGroup
+from protocol.rollouts import TokenArrays
 
 __all__ = ["Accepted"]
 

@@ -3,7 +3,7 @@
 Every answered slot is announced, and its receipt can be answered: with the body, or with any one rollout and
 its proof, for as long as the charter says (D4). Groups whose rewards are all alike teach nothing and are
 fetched by nobody who only learns; that they can be asked for keeps their receipts from proving nothing.
-`publish` consumes scored groups from the rollout worker; `serve_blob` and `serve_rollout` answer others.
+`publish` consumes scored groups from the rollout stage; `serve_blob` and `serve_rollout` answer others.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
+from node.share.accepted import Accepted
 from node.share.gossip import Gossip
 from node.transport.base import Stream, Transport
-from protocol.codec import decode, digest, encode
+from protocol.codec import decode, encode
 from protocol.constants import MAX_BLOB_BYTES, MAX_FRAME_BYTES, MAX_RECEIPT_BYTES
 from protocol.errors import LocalProtocolError
 from protocol.messages import (
@@ -33,15 +34,14 @@ from protocol.topics import BLOB_PROTOCOL, ROLLOUT_PROTOCOL
 __all__ = ["Publisher", "announce"]
 
 
-def announce(group: RolloutGroup) -> tuple[Announcement, bytes]:
-    """The announcement of a scored group, and its body.
+def announce(group: RolloutGroup, body: BlobRef) -> Announcement:
+    """The announcement of a scored group whose encoded bytes are `body`.
 
     Raises LocalProtocolError when the body is above MAX_BLOB_BYTES.
     """
-    body = encode(group)
-    if len(body) > MAX_BLOB_BYTES:
-        raise LocalProtocolError(f"group body of {len(body)} bytes is above the cap of {MAX_BLOB_BYTES}")
-    announcement = Announcement(
+    if body.size > MAX_BLOB_BYTES:
+        raise LocalProtocolError(f"group body of {body.size} bytes is above the cap of {MAX_BLOB_BYTES}")
+    return Announcement(
         lineage=group.lineage,
         policy_version=group.policy_version,
         mean_version=group.mean_version,
@@ -49,10 +49,9 @@ def announce(group: RolloutGroup) -> tuple[Announcement, bytes]:
         prompt=group.prompt,
         completions=slot_digest(group.author, group.lineage, group.prompt, group.rollouts),
         rewards=tuple(rollout.reward for rollout in group.rollouts),
-        body=BlobRef(digest=digest(body), size=len(body)),
+        body=body,
         commitment=group.commitment,
     )
-    return announcement, body
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +81,9 @@ class Publisher:
         transport.serve(BLOB_PROTOCOL, self.serve_blob)
         transport.serve(ROLLOUT_PROTOCOL, self.serve_rollout)
 
-    async def publish(self, group: RolloutGroup) -> Announcement:
-        """Announce a scored group."""
-        announcement, body = announce(group)
+    async def publish(self, own: Accepted, body: bytes) -> Announcement:
+        """Announce a scored group of this node; `body` is the group encoded."""
+        announcement = announce(own.group, BlobRef(digest=own.digest, size=len(body)))
         await self.offer(announcement, body)
         return announcement
 

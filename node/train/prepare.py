@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from node.rollout.policy import Policy
-from node.rollout.worker import OwnGroup
+from node.share.accepted import Accepted
 from node.share.pool import PooledGroup
 from node.train.batch import TrainingBatch, collate
 from node.train.groups import (
@@ -41,7 +41,7 @@ LogprobRows = tuple[NDArray[np.float32] | None, ...]
 class OwnDraft:
     """An own group and its staleness."""
 
-    own: OwnGroup
+    own: Accepted
     lag: int
     age_windows: float
 

@@ -30,7 +30,7 @@ from node.events import EventBus, Notice, NoticeLevel, RolledBack, StepDone
 from node.peers.book import PeerBook
 from node.peers.trust import TrustBook
 from node.rollout.policy import Policy
-from node.rollout.worker import OwnGroup
+from node.share.accepted import Accepted
 from node.share.pool import PooledGroup, ReplayPool
 from node.supervise import StageGauge
 from node.train.batch import TrainingBatch
@@ -74,7 +74,7 @@ class TrainStage:
         settings: TrainSettings,
         plan: StagePlan,
         *,
-        own: asyncio.Queue[OwnGroup],
+        own: asyncio.Queue[Accepted],
         pool: ReplayPool,
         pooled: asyncio.Event,
         peers: PeerBook,
@@ -226,7 +226,7 @@ class TrainStage:
                 self._merged_version = self._trainer.policy_version
                 await self._save()
 
-    async def _own_groups(self) -> list[OwnGroup]:
+    async def _own_groups(self) -> list[Accepted]:
         """One step's worth; what there is, but at least one, while generation holds."""
         own = [await self._own.get()]
         while len(own) < self._plan.local_groups:
@@ -279,7 +279,7 @@ class TrainStage:
         window = int(self._window())
         return judge_staleness(group.policy_version, newest, group.prompt.window, window, self._rules)
 
-    async def _prepare(self, own: Sequence[OwnGroup], external: Sequence[PooledGroup]) -> Prepared:
+    async def _prepare(self, own: Sequence[Accepted], external: Sequence[PooledGroup]) -> Prepared:
         """The batch of a step. What is looked up is looked up on the loop; the rest is done beside it."""
         with self._gauge.waiting("weights"), self._weight_gauge.working():
             drafts = [self._own_draft(each) for each in own]
@@ -291,7 +291,7 @@ class TrainStage:
             self._peers.rejected(author, reason)
         return prepared
 
-    def _own_draft(self, own: OwnGroup) -> OwnDraft:
+    def _own_draft(self, own: Accepted) -> OwnDraft:
         group = own.group
         self._answered.add(group.prompt.index, OWN_SOURCE, own.rewards)
         self._capability.observe(OWN_SOURCE, own.rewards)
@@ -330,7 +330,7 @@ class TrainStage:
         self,
         report: StepReport,
         batch: TrainingBatch,
-        own: Sequence[OwnGroup],
+        own: Sequence[Accepted],
         version: int,
         waited_s: float,
     ) -> StepDone:

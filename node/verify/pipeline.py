@@ -21,6 +21,7 @@ from node.clock import Clock
 from node.compute import Compute, Lane
 from node.events import CheckCount, CheckOutcome
 from node.rollout.environment import Prompt
+from node.share.accepted import Accepted
 from node.verify.base import ACCEPT, Candidate, Check, Decision, Item, Judgement, Sighting, Verdict, reject
 from node.verify.copies import Copies
 from node.verify.freshness import Freshness
@@ -33,8 +34,7 @@ from node.verify.schema import Schema
 from node.verify.tokens import Decode, PrefixConsistency, Tokens
 from protocol.constants import MAX_CLOCK_SKEW_MS
 from protocol.errors import RemoteProtocolError
-from protocol.messages import Announcement, Charter, Digest, PeerId, RolloutGroup
-from protocol.rollouts import parse_tokens
+from protocol.messages import Announcement, Charter, Digest, PeerId
 
 __all__ = ["Verifier", "run_checks"]
 
@@ -153,11 +153,10 @@ class Verifier:
         sighting = Sighting(sender, announcement, 0, self._clock.now_ms())
         return self._freshness.check(sighting).decision is Decision.ACCEPT
 
-    def observe_own(self, group: RolloutGroup) -> None:
+    def observe_own(self, own: Accepted) -> None:
         """Remember a group of this node's own, so that nobody can send it back as theirs. Call it on
         publishing."""
-        arrays = tuple(parse_tokens(rollout) for rollout in group.rollouts)
-        self._copies.remember(group, arrays, self._clock.now_ms())
+        self._copies.remember(own.group, own.tokens, self._clock.now_ms())
 
     async def judge(self, candidate: Candidate) -> Judgement:
         """The judgement of one candidate. Raises nothing for what a peer sent."""

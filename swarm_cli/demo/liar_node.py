@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import random
 import signal
 import sys
 from collections import OrderedDict
@@ -19,16 +20,17 @@ from pathlib import Path
 
 from node.build import load_charter, open_engine, open_environments, open_policy, open_sandbox
 from node.clock import Clock, SystemClock
-from node.compute import ThreadCompute
+from node.compute import Lane, ThreadCompute
 from node.config import NodeConfig, load_config
 from node.events import EventBus, NoticeLevel
+from node.membership import Membership
 from node.peers.presence import Presence
-from node.rollout.admission import Admission
 from node.rollout.engine.base import Engine
+from node.rollout.generate import Generator
 from node.rollout.policy import Policy
 from node.rollout.prompts import AssignedPrompt, PromptFeed, Universe
 from node.rollout.scoring import OwnScorer
-from node.rollout.worker import RolloutWorker
+from node.runtime import Runtime
 from node.sandbox.scorer import Scorer
 from node.share.collect import fetch_body
 from node.share.gossip import Gossip
@@ -36,7 +38,7 @@ from node.share.publish import Publisher
 from node.state.keys import load_key
 from node.state.paths import Home
 from node.state.stores import MemorySequence, MemoryWindows
-from node.supervise import StageGauge, run_stages
+from node.supervise import run_stages
 from node.transport import open_transport
 from node.transport.base import Transport
 from protocol.charter import swarm_id
@@ -44,7 +46,7 @@ from protocol.codec import decode
 from protocol.constants import MAX_BLOB_BYTES, PROTOCOL_VERSION
 from protocol.errors import RemoteProtocolError, TransportError
 from protocol.identity import Identity
-from protocol.messages import Charter, Lineage, PeerRecord, PromptRef, RolloutGroup, Sampling
+from protocol.messages import Charter, Lineage, PeerRecord, PromptRef, RolloutGroup
 from protocol.records import record_validator
 from swarm_cli.liar import Liar, Lie
 
@@ -84,7 +86,12 @@ class LiarNode:
         sequence = MemorySequence(clock.now_ms() * 1024)
         self._transport = transport
         self._liar = Liar(charter, swarm, lineage)
-        self._feed = PromptFeed(universe, charter, swarm, identity.peer_id, clock, MemoryWindows())
+        self._runtime = Runtime(clock, ThreadCompute(), EventBus(), random.Random(config.seed))
+        membership = Membership(identity, charter, clock)
+        self._feed = PromptFeed(self._runtime, membership, universe, MemoryWindows())
+        self._generator = Generator(
+            membership, lineage, policy, engine, OwnScorer(environments, sandbox), config
+        )
         self._used: set[tuple[int, int]] = set()
         self._copyable: OrderedDict[tuple[int, int], RolloutGroup] = OrderedDict()
         self.gossip = Gossip(transport, identity, charter, clock, sequence.next)
@@ -106,29 +113,6 @@ class LiarNode:
             refused=lambda peer_id, reason: None,
             notice=lambda level, text: None,
         )
-        self._worker = RolloutWorker(
-            author=identity.peer_id,
-            lineage=lineage,
-            policy=policy,
-            engine=engine,
-            scorer=OwnScorer(environments, sandbox),
-            feed=self._feed,
-            admission=Admission(0, 1),
-            sampling=Sampling(max_new_tokens=charter.max_new_tokens),
-            group_size=charter.group_size,
-            groups_per_batch=1,
-            seed=config.seed,
-            compute=ThreadCompute(),
-            clock=clock,
-            bus=EventBus(),
-            gauge=StageGauge("rollout", clock, "a lie"),
-            out=asyncio.Queue(1),
-            publish=self._never,
-            max_body_bytes=MAX_BLOB_BYTES,
-        )
-
-    async def _never(self, group: RolloutGroup) -> None:
-        raise AssertionError("the liar publishes nothing honest")
 
     async def listen(self) -> None:
         """Fetch every offered body: material for copies."""
@@ -158,10 +142,12 @@ class LiarNode:
         if group is not None:
             kind = Lie.COPY
         else:
-            made = (await self._worker.generate([assigned]))[0]
-            if made is None:
+            made = await self._runtime.run(
+                Lane.GENERATE, self._generator.generate, [assigned], at_ms=self._runtime.now_ms()
+            )
+            if not made:
                 return
-            group = made.group
+            group = made[0].group
         told = self._liar.lie(kind, group)
         if told is None or (kind is Lie.WRONG_INDEX and not self._take(told[0].prompt)):
             return

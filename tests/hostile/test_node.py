@@ -13,7 +13,7 @@ import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -22,11 +22,14 @@ import torch
 
 from node.clock import run_virtual
 from node.events import GroupJudged, Health, NodeStopped, PeersSeen, StepDone
+from node.membership import Membership
 from node.rollout.engine.base import GenerationRequest
 from node.rollout.engine.transformers import TransformersEngine
+from node.rollout.generate import Generator
 from node.rollout.policy import Policy
 from node.rollout.prompts import AssignedPrompt, Universe
-from node.rollout.worker import make_group
+from node.rollout.scoring import OwnScorer
+from node.sandbox.scorer import Scorer
 from node.transport.base import Stream
 from node.transport.memory import MemoryTransport
 from protocol.codec import digest, encode
@@ -65,6 +68,14 @@ class Mallory:
         self.engine = TransformersEngine(policy)
         self.universe = Universe(swarm.swarm_id, swarm.charter, {TASK: ToyEnvironment()})
         self.lineage = Lineage(self.peer_id, policy.base_model, policy.tokenizer_digest)
+        self.generator = Generator(
+            Membership(self.identity, swarm.charter, swarm.clock),
+            self.lineage,
+            policy,
+            self.engine,
+            OwnScorer({TASK: ToyEnvironment()}, cast("Scorer", swarm.sandbox)),
+            swarm.config("mallory"),
+        )
         self.bodies: dict[str, bytes] = {}
         self.sequence = itertools.count(1)
         self.slot = itertools.count()
@@ -90,14 +101,14 @@ class Mallory:
         slot = next(self.slot) % len(mine)
         prompt = self.universe.item(mine[slot])
         sampling = Sampling(self.swarm.charter.max_new_tokens)
+        assigned = AssignedPrompt(PromptRef(window, slot, mine[slot]), prompt)
         for seed in itertools.count():
             request = GenerationRequest(tuple(self.policy.encode_prompt(prompt.text)), 4, seed, sampling)
             (rollouts,) = self.engine.generate([request])
-            rewards = [float(len(each.text) % 2) for each in rollouts]
-            if len(set(rewards)) > 1:
-                break
-        assigned = AssignedPrompt(PromptRef(window, slot, mine[slot]), prompt)
-        return make_group(self.peer_id, self.lineage, self.engine, assigned, sampling, rollouts, rewards)
+            own, _ = self.generator.complete(assigned, rollouts, at_ms=0)
+            if len(set(own.rewards)) > 1:
+                return own.group
+        raise AssertionError
 
     def announcement(self, group: RolloutGroup, body: bytes) -> Announcement:
         self.bodies[digest(body)] = body

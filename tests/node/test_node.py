@@ -498,13 +498,17 @@ def test_a_stage_that_raises_ends_its_node_with_that_error_and_no_other(
     tmp_path: Path, policies: Sequence[Policy]
 ) -> None:
     class Breaking(TransformersEngine):
-        turns = 0
+        def open(self, *, greedy: bool = False) -> Any:
+            generation = super().open(greedy=greedy)
+            wait, turns = generation.wait, itertools.count(1)
 
-        def generate(self, requests: Any, *, greedy: bool = False) -> Any:
-            self.turns += 1
-            if self.turns > 8:
-                raise ToyTrouble("out of memory")
-            return super().generate(requests, greedy=greedy)
+            def breaking(*, tokens: int | None = None) -> Any:
+                if next(turns) > 8:
+                    raise ToyTrouble("out of memory")
+                return wait(tokens=tokens)
+
+            generation.wait = breaking  # type: ignore[method-assign]
+            return generation
 
     def breaking(parts: NodeParts) -> NodeParts:
         return dataclasses.replace(parts, engine=Breaking(parts.policy))

@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from node.rollout.engine.base import Engine, EngineError, Prefix, TokenSequence
+from node.rollout.engine.base import Engine, EngineError, GenerationRequest, Prefix, TokenSequence
 from node.rollout.engine.transformers import TransformersEngine
 from node.rollout.policy import Policy
 from node.rollout.reuse import ReuseBook, accepted_length
 from node.verify.coincidence import COPY_NATS, GroupPrint, RolloutPrint, evidence_nats
 from protocol.errors import ConfigError
-from protocol.messages import FinishReason, Lineage, Rollout
+from protocol.messages import FinishReason, Lineage, Rollout, Sampling
 from protocol.rollouts import single_turn
 
 PROMPT = (2, 7, 3)
@@ -63,7 +63,7 @@ class Scores:
 def prefixes(
     book: ReuseBook, engine: Scores | Engine, index: int = 0, *, n: int = 2, seed: int = 1
 ) -> tuple[Prefix, ...]:
-    return book.prefixes(cast("Engine", engine), index, PROMPT, n, seed, 1.0)
+    return book.prefixes(cast("Engine", engine), index, GenerationRequest(PROMPT, n, seed, Sampling(40)))
 
 
 # --- the rule ----------------------------------------------------------------------------------------------

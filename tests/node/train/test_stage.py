@@ -22,7 +22,7 @@ from node.peers.trust import Hardness, TrustBook
 from node.rollout.engine.base import TokenSequence
 from node.rollout.engine.transformers import TransformersEngine
 from node.rollout.policy import Policy
-from node.rollout.worker import OwnGroup
+from node.share.accepted import Accepted
 from node.share.pool import PooledGroup, ReplayPool
 from node.supervise import StageGauge
 from node.train import prepare
@@ -108,7 +108,7 @@ class Bench:
         self.policy = policy
         self.clock = VirtualClock()
         self.trainer = trainer or ToyTrainer()
-        self.own: asyncio.Queue[OwnGroup] = asyncio.Queue()
+        self.own: asyncio.Queue[Accepted] = asyncio.Queue()
         self.pool = ReplayPool(64, 2, random.Random(0))
         self.pooled = asyncio.Event()
         self.peers = PeerBook(policy.tokenizer_digest)
@@ -206,7 +206,9 @@ class Bench:
         if index is not None:
             changes["prompt"] = PromptRef(10, 0, index)
         group = self.group(ME, rewards, **changes)
-        self.own.put_nowait(OwnGroup(group, rewards, generate_s=0.5))
+        self.own.put_nowait(
+            Accepted(f"own{index}", group, (), rewards, self.clock.now_ms(), generate_s=0.5, own=True)
+        )
 
     def pool_in(self, author: str, *rewards: float, index: int | None = None, **changes: Any) -> str:
         """A peer's group is accepted; returns its digest."""

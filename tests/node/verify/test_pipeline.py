@@ -10,9 +10,11 @@ import pytest
 
 from node.compute import InlineCompute
 from node.sandbox.scorer import FailureReason
+from node.share.accepted import Accepted
 from node.verify.base import Candidate, Decision
 from node.verify.pipeline import INLINE_BODY_BYTES
 from protocol.messages import PromptRef
+from protocol.rollouts import parse_tokens
 from tests.node.verify.world import (
     ENVIRONMENT,
     EOS,
@@ -170,7 +172,8 @@ async def test_our_own_completions_come_back_as_a_copy(world, alice, bob):
     verifier = world.verifier()
     mine, theirs = world.shared_slots(alice, bob)[0]
     group = world.group(alice, slot=mine, version=2)
-    verifier.observe_own(group)
+    tokens = tuple(map(parse_tokens, group.rollouts))
+    verifier.observe_own(Accepted("", group, tokens, (), world.clock.now, own=True))
     world.clock.now += 1
     copy = replace(group, author=bob, lineage=world.lineage(bob), prompt=world.prompt(bob, theirs))
     assert (await verifier.judge(candidate(copy, world.clock.now))).reason == "copied"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, cast
@@ -12,31 +13,32 @@ import numpy as np
 import pytest
 
 from node.clock import VirtualClock, run_virtual
-from node.compute import InlineCompute
-from node.events import Event, EventBus, GroupJudged, Notice
+from node.compute import Lane
+from node.config import RolloutConfig, load_config
+from node.events import Event, GroupJudged, Notice
+from node.membership import Membership
 from node.rollout.admission import Admission
 from node.rollout.engine.base import Engine
 from node.rollout.engine.transformers import TransformersEngine
 from node.rollout.environment import Completion, Prompt
+from node.rollout.generate import Generator
 from node.rollout.policy import Policy
-from node.rollout.prompts import AssignedPrompt, PromptFeed, Universe
-from node.rollout.reuse import ReuseBook
+from node.rollout.prompts import PromptFeed, Universe
 from node.rollout.scoring import OwnScorer
-from node.rollout.worker import OwnGroup, RolloutWorker, completions_of, make_group, request_seed
+from node.rollout.stage import RolloutStage
 from node.sandbox.scorer import FailureReason, Scorer
-from node.share.publish import announce
+from node.share.accepted import Accepted
 from node.state.stores import MemoryWindows
-from node.supervise import StageGauge, sole_cause
+from node.supervise import sole_cause
 from protocol.charter import swarm_id
-from protocol.messages import FinishReason, Lineage, PromptRef, Rollout, RolloutGroup, Sampling
-from protocol.prompts import slots, window_of
+from protocol.codec import encode
+from protocol.messages import Lineage, PromptRef, Rollout, RolloutGroup
+from protocol.prompts import slots
+from tests.node.runtimes import make_runtime
 from tests.node.toy import TASK, ToyEnvironment, ToySandbox, make_charter
-from tests.node.verify.world import identity, rollout
-from tests.rollouts import changed
+from tests.node.verify.world import identity
 
-ALICE, BOB = identity("alice").peer_id, identity("bob").peer_id
-LINEAGE = Lineage(ALICE, "a" * 64, "b" * 64)
-ASSIGNED = AssignedPrompt(PromptRef(3, 4, 5), Prompt(TASK, "000012", 12, 0, {}))
+ALICE = identity("alice")
 
 
 @pytest.fixture(scope="module")
@@ -49,48 +51,11 @@ def engine(policy: Policy) -> TransformersEngine:
     return TransformersEngine(policy)
 
 
-# --- plain functions ---------------------------------------------------------------------------------------
-
-
-def test_the_seed_differs_by_node_author_slot_window_and_version() -> None:
-    def assigned(window: int, slot: int) -> AssignedPrompt:
-        return AssignedPrompt(PromptRef(window, slot, 5), ASSIGNED.prompt)
-
-    seeds = [
-        request_seed(0, ALICE, assigned(3, 4), 7),
-        request_seed(1, ALICE, assigned(3, 4), 7),
-        request_seed(0, BOB, assigned(3, 4), 7),
-        request_seed(0, ALICE, assigned(4, 4), 7),
-        request_seed(0, ALICE, assigned(3, 5), 7),
-        request_seed(0, ALICE, assigned(3, 4), 8),
-    ]
-    assert len(set(seeds)) == len(seeds)
-    assert all(0 <= seed < 2**63 for seed in seeds)
-    assert seeds[0] == request_seed(0, ALICE, assigned(3, 4), 7)
-
-
-def test_what_is_scored_is_the_text_and_whether_it_ended() -> None:
-    ended = rollout([65, 0], [-1.0, -1.0], reward=0.0)
-    cut = changed(ended, finish=FinishReason.LENGTH)
-    assert completions_of([ended, cut]) == [Completion("A", True), Completion("A", False)]
-
-
-def test_a_group_carries_its_newest_version_and_the_rewards_in_order(engine: Engine) -> None:
-    rollouts = [rollout([65], [-1.0], reward=0.0, version=version) for version in (2, 5, 3)]
-    rollouts[0] = changed(rollouts[0], token_ids=b"\0" * 8, logprobs=b"\0" * 8, versions=b"\2\0\0\0\4\0\0\0")
-    group = make_group(ALICE, LINEAGE, engine, ASSIGNED, Sampling(5), rollouts, (0.0, 1.0, 0.5))
-    assert (group.policy_version, group.mean_version, group.oldest_version) == (5, 3.5, 2)
-    assert [each.reward for each in group.rollouts] == [0.0, 1.0, 0.5]
-    assert (group.author, group.lineage, group.environment) == (ALICE, LINEAGE, TASK)
-    assert (group.prompt, group.question) == (ASSIGNED.ref, "000012")
-    assert (group.engine, group.dtype) == (engine.name, engine.dtype)
-
-
 # --- the loop ----------------------------------------------------------------------------------------------
 
 
 class Bench:
-    """A running worker over a tiny policy."""
+    """A running stage over a tiny policy. `options` are settings of `rollout.*` and fields of the charter."""
 
     def __init__(
         self,
@@ -98,68 +63,47 @@ class Bench:
         engine: Engine,
         *,
         groups: int = 2,
-        max_staleness: int = 0,
         room: int = 100,
         environment: Any = None,
-        max_body_bytes: int = 100_000,
-        max_in_flight: int = 0,
-        token_budget: int = 0,
-        reuse: ReuseBook | None = None,
-        max_age_windows: float = 99,
         generate_s: float = 0.5,
-        **rules: Any,
+        **options: Any,
     ) -> None:
+        options = {"max_staleness": 0, **options}
+        settings = options.keys() & RolloutConfig.model_fields.keys()
+        rollout = {f"rollout.{name}": options.pop(name) for name in settings}
+        config = load_config([], {"network.transport": "none", **rollout})
         self.clock = VirtualClock()
-        self.charter = make_charter([policy], self.clock.now_ms(), **rules)
-        self.swarm_id = swarm_id(self.charter)
+        runtime = make_runtime(self.clock, {Lane.GENERATE: generate_s, Lane.SCORE: 0.1})
+        self.charter = make_charter([policy], self.clock.now_ms(), **options)
+        member = Membership(ALICE, self.charter, self.clock)
         environments = {TASK: environment or ToyEnvironment()}
         self.sandbox = ToySandbox()
-        self.admission = Admission(max_staleness, groups, token_budget)
+        self.admission = Admission(config.rollout.max_staleness, groups, config.rollout.token_budget)
         self.awake = asyncio.Event()
         self.awake.set()
         self.events: list[Event] = []
         self.published: list[RolloutGroup] = []
-        self.out: asyncio.Queue[OwnGroup] = asyncio.Queue(room)
-        self.gauge = StageGauge("rollout", self.clock, "the trainer", self.out.maxsize, self.out.qsize)
-        bus = EventBus()
-        bus.subscribe(self.events.append)
-        self.worker = RolloutWorker(
-            author=ALICE,
-            lineage=LINEAGE,
-            policy=policy,
-            engine=engine,
-            scorer=OwnScorer(environments, cast("Scorer", self.sandbox)),
-            feed=PromptFeed(
-                Universe(self.swarm_id, self.charter, environments),
-                self.charter,
-                self.swarm_id,
-                ALICE,
-                self.clock,
-                MemoryWindows(),
+        self.out: asyncio.Queue[Accepted] = asyncio.Queue(room)
+        runtime.bus.subscribe(self.events.append)
+        self.stage = RolloutStage(
+            runtime,
+            PromptFeed(
+                runtime, member, Universe(member.swarm_id, self.charter, environments), MemoryWindows()
             ),
-            admission=self.admission,
-            sampling=Sampling(self.charter.max_new_tokens),
-            group_size=self.charter.group_size,
-            groups_per_batch=groups,
-            seed=0,
-            compute=InlineCompute({"generate": generate_s, "score": 0.1}),
-            clock=self.clock,
-            bus=bus,
-            gauge=self.gauge,
-            out=self.out,
-            publish=self.publish,
-            max_body_bytes=max_body_bytes,
-            max_in_flight=max_in_flight,
-            reuse=reuse,
+            self.admission,
+            self.out,
+            self.publish,
+            max_in_flight=config.rollout.max_in_flight,
             awake=self.awake,
-            too_old=lambda prompt: self.window() - prompt.window > max_age_windows,
         )
+        self.gauge = self.stage.gauge
+        scorer = OwnScorer(environments, cast("Scorer", self.sandbox))
+        lineage = Lineage(ALICE.peer_id, "a" * 64, "b" * 64)
+        self.generator = Generator(member, lineage, policy, engine, scorer, config)
 
-    def window(self) -> int:
-        return window_of(self.charter, self.clock.now_ms())
-
-    async def publish(self, group: RolloutGroup) -> None:
-        self.published.append(group)
+    async def publish(self, own: Accepted, body: bytes) -> None:
+        assert body == encode(own.group)
+        self.published.append(own.group)
 
     def of(self, kind: type[Any]) -> list[Any]:
         return [event for event in self.events if isinstance(event, kind)]
@@ -167,15 +111,15 @@ class Bench:
 
 @pytest.fixture
 def bench(policy: Policy, engine: TransformersEngine) -> Callable[..., None]:
-    """Runs a test with a running worker and ends it."""
+    """Runs a test with a running stage and ends it."""
 
     def run(test: Callable[[Bench], Awaitable[None]], **options: Any) -> None:
         async def main() -> None:
             made = Bench(policy, **{"engine": engine, **options})
-            running = asyncio.create_task(made.worker.run())
+            running = asyncio.create_task(made.stage.run(made.generator))
             try:
                 await test(made)
-                assert not running.done(), "the worker ended"
+                assert not running.done(), "the stage ended"
             finally:
                 running.cancel()
                 await asyncio.gather(running, return_exceptions=True)
@@ -192,7 +136,7 @@ def test_groups_are_made_slot_by_slot_scored_queued_and_published(
         await asyncio.sleep(1)
         own = [bench.out.get_nowait() for _ in range(2)]
         assert bench.out.empty()
-        wanted = slots(bench.swarm_id, bench.charter, 0, ALICE)
+        wanted = slots(swarm_id(bench.charter), bench.charter, 0, ALICE.peer_id)
         for slot, each in enumerate(own):
             group = each.group
             assert group.prompt == PromptRef(0, slot, wanted[slot])
@@ -204,10 +148,7 @@ def test_groups_are_made_slot_by_slot_scored_queued_and_published(
         assert bench.published == [each.group for each in own]
         judged = bench.of(GroupJudged)
         assert [(e.own, e.accepted, e.slot) for e in judged] == [(True, True, 0), (True, True, 1)]
-        announcement, body = announce(own[0].group)
-        if body is not None:
-            assert announcement.body is not None
-            assert judged[0].group == announcement.body.digest[:12]
+        assert [e.group for e in judged] == [each.digest[:12] for each in own]
 
     bench(test)
 
@@ -226,8 +167,7 @@ def test_groups_with_equal_rewards_are_published_too(bench: Callable[..., None])
 
     async def test(bench: Bench) -> None:
         await asyncio.sleep(1)
-        assert len(bench.published) == 2
-        assert not announce(bench.published[0])[0].mixed
+        assert [{each.reward for each in group.rollouts} for group in bench.published] == [{1.0}, {1.0}]
 
     bench(test, environment=Generous())
 
@@ -346,43 +286,19 @@ def test_the_same_seed_makes_the_same_groups(bench: Callable[..., None]) -> None
     assert runs[0] == runs[1]
 
 
-def test_an_error_of_the_engine_ends_the_stage(policy: Policy, engine: TransformersEngine) -> None:
-    class Broken(TransformersEngine):
-        def generate(self, requests: Any, *, greedy: bool = False) -> list[list[Rollout]]:
-            raise RuntimeError("out of memory")
-
-    async def main() -> None:
-        with pytest.raises(RuntimeError, match="out of memory"):
-            await Bench(policy, Broken(policy)).worker.run()
-
-    run_virtual(main())
-
-
 def test_a_group_that_must_not_be_sent_is_dropped_and_told_once(bench: Callable[..., None]) -> None:
-    async def too_large(bench: Bench) -> None:
-        await asyncio.sleep(3)
-        assert bench.out.empty()
-        assert bench.published == []
-        assert bench.of(GroupJudged) == []
-        (notice,) = bench.of(Notice)
-        assert notice.text == (
-            "an own group on toy/odd was dropped: its body is larger than the 300 bytes allowed"
-        )
-
-    bench(too_large, max_body_bytes=300)
-
     class Broken(ToyEnvironment):
         def score(self, prompt: Prompt, completion: Completion) -> Any:
             return msgspec.structs.replace(super().score(prompt, completion), reward=float("nan"))
 
-    async def not_encodable(bench: Bench) -> None:
+    async def test(bench: Bench) -> None:
         await asyncio.sleep(3)
         assert bench.published == []
         notices = bench.of(Notice)
         assert 1 <= len(notices) <= 8  # they name the place
         assert all("this RolloutGroup must not be sent" in notice.text for notice in notices)
 
-    bench(not_encodable, environment=Broken())
+    bench(test, environment=Broken())
 
 
 # --- partial rollouts --------------------------------------------------------------------------------------
@@ -407,8 +323,8 @@ def test_partial_rollouts_are_the_same_groups_scored_queued_and_published(bench:
         assert bench.published == [each.group for each in own]
         assert len(bench.of(GroupJudged)) == 8
         assert all(each.rewards == tuple(r.reward for r in each.group.rollouts) for each in own)
-        assert (bench.worker.in_flight, bench.gauge.status().waiting_for) == (0, "the trainer")
-        assert bench.worker.sampled == sum(
+        assert (bench.stage.in_flight, bench.gauge.status().waiting_for) == (0, "the trainer")
+        assert bench.stage.sampled == sum(
             len(r.answer.token_ids) // 4 for g in bench.published for r in g.rollouts
         )
         made.append({group.prompt: group for group in bench.published})
@@ -479,7 +395,7 @@ def test_a_full_queue_does_not_hold_up_generation(bench: Callable[..., None]) ->
     async def test(bench: Bench) -> None:
         await asyncio.sleep(60)
         assert bench.out.qsize() == 1
-        assert bench.worker.in_flight == 0  # all that admission allows is complete
+        assert bench.stage.in_flight == 0  # all that admission allows is complete
         assert bench.admission.room() == 0
 
     bench(test, max_in_flight=8, groups=4, room=1, window_ms=600_000, **LONG)
@@ -502,17 +418,17 @@ def test_spent_tokens_stop_generation_until_the_next_step(bench: Callable[..., N
     async def test(bench: Bench) -> None:
         await asyncio.sleep(60)
         for _ in range(3):
-            before = bench.worker.sampled
+            before = bench.stage.sampled
             assert bench.gauge.status().waiting_for == "the next version"
             assert bench.admission.held.is_set()
             complete = bench.admission.complete
             assert 1 <= complete == bench.out.qsize()
-            assert bench.worker.in_flight > 0
+            assert bench.stage.in_flight > 0
             for _ in range(complete):
                 bench.out.get_nowait()
             bench.admission.used(complete)
             await asyncio.sleep(60)
-            assert 1000 <= bench.worker.sampled - before < 1000 + 16 + 4  # whole steps of all rows
+            assert 1000 <= bench.stage.sampled - before < 1000 + 16 + 4  # whole steps of all rows
 
     bench(test, max_in_flight=16, groups=32, token_budget=1000, window_ms=600_000, **LONG)
 
@@ -538,11 +454,11 @@ def test_what_took_longer_than_peers_accept_is_trained_on_and_not_shared(
         await asyncio.sleep(30)
         assert bench.out.qsize() == 2
         assert bench.published == []
-        assert bench.worker.unshared == 2
+        assert bench.stage.unshared == 2
         (notice,) = bench.of(Notice)
         assert "was not shared: it took longer than peers accept" in notice.text
 
-    bench(test, max_in_flight=max_in_flight, max_age_windows=1, generate_s=7.0, window_ms=2000)
+    bench(test, max_in_flight=max_in_flight, generate_s=7.0, rules={"max_age_windows": 1})
 
 
 @pytest.mark.parametrize("max_in_flight", [0, 8])
@@ -550,7 +466,7 @@ def test_nothing_is_begun_while_the_engine_sleeps(bench: Callable[..., None], ma
     async def test(bench: Bench) -> None:
         bench.awake.clear()
         await asyncio.sleep(9)
-        assert bench.worker.sampled == 0
+        assert bench.stage.sampled == 0
         bench.awake.set()
         await asyncio.sleep(9)
         assert bench.out.qsize() == 2
@@ -561,7 +477,6 @@ def test_nothing_is_begun_while_the_engine_sleeps(bench: Callable[..., None], ma
 @pytest.mark.parametrize("max_in_flight", [0, 8])
 def test_earlier_rollouts_of_a_prompt_are_reused(bench: Callable[..., None], max_in_flight: int) -> None:
     """Same weights: with the exact rule every draft is kept whole, and costs no token."""
-    book = ReuseBook(1.0)
 
     async def test(bench: Bench) -> None:
         for _ in range(40):
@@ -570,7 +485,8 @@ def test_earlier_rollouts_of_a_prompt_are_reused(bench: Callable[..., None], max
                 bench.out.get_nowait()
                 bench.admission.used(1)
         await asyncio.sleep(5)
-        groups = bench.published
+        groups, book = bench.published, bench.generator.reuse
+        assert book is not None
         first: dict[int, RolloutGroup] = {}
         again = []
         for group in groups:
@@ -580,13 +496,13 @@ def test_earlier_rollouts_of_a_prompt_are_reused(bench: Callable[..., None], max
                 assert [ids(r) for r in group.rollouts] == [ids(r) for r in known.rollouts]
         assert len(again) >= 3
         total = sum(len(r.answer.token_ids) // 4 for group in groups for r in group.rollouts)
-        assert bench.worker.sampled == total - book.accepted
+        assert bench.stage.sampled == total - book.accepted
         assert book.accepted == book.drafted > 0
 
     bench(
         test,
         max_in_flight=max_in_flight,
-        reuse=book,
+        reuse_lenience=1.0,
         universe_size=6,
         pool_size=4,
         slots_per_window=4,
@@ -594,7 +510,8 @@ def test_earlier_rollouts_of_a_prompt_are_reused(bench: Callable[..., None], max
     )
 
 
-def test_an_error_of_a_generation_ends_the_stage(policy: Policy) -> None:
+@pytest.mark.parametrize("max_in_flight", [0, 8])
+def test_an_error_of_the_engine_ends_the_stage(policy: Policy, max_in_flight: int) -> None:
     class Broken(TransformersEngine):
         def open(self, *, greedy: bool = False) -> Any:
             generation = super().open(greedy=greedy)
@@ -605,8 +522,25 @@ def test_an_error_of_a_generation_ends_the_stage(policy: Policy) -> None:
             raise RuntimeError("out of memory")
 
     async def main() -> None:
+        made = Bench(policy, Broken(policy), max_in_flight=max_in_flight)
         with pytest.raises(ExceptionGroup) as raised:
-            await Bench(policy, Broken(policy), max_in_flight=8).worker.run()
+            await made.stage.run(made.generator)
         assert str(sole_cause(raised.value)) == "out of memory"
+        assert made.admission.room() == 2  # nothing is running any more
+
+    run_virtual(main())
+
+
+def test_a_stage_goes_on_with_another_generator(policy: Policy, engine: TransformersEngine) -> None:
+    """A follower's, when it has found another owner: what was under way is dropped, no slot comes twice."""
+
+    async def main() -> None:
+        made = Bench(policy, engine)
+        for seconds in (0.3, 2.0):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await made.stage.run(made.generator)
+            assert made.stage.in_flight == 0
+        assert [own.prompt.slot for own in made.published] == [2, 3]
 
     run_virtual(main())
