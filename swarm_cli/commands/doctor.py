@@ -38,6 +38,10 @@ __all__ = [
     "check_imports",
     "check_key",
     "check_listen",
+    "check_memory",
+    "check_network",
+    "check_policy",
+    "check_sandbox",
     "check_versions",
     "doctor",
 ]
@@ -83,10 +87,10 @@ def doctor(
         lambda: check_listen(resolved.network.listen),
         lambda: check_engine(resolved),
         lambda: check_extras(resolved),
-        lambda: _check_policy(resolved),
-        lambda: _check_memory(resolved),
-        _check_sandbox,
-        lambda: _check_network(peer),
+        lambda: check_policy(resolved),
+        lambda: check_memory(resolved),
+        check_sandbox,
+        lambda: check_network(peer),
     ]
     findings = []
     for check in checks:
@@ -249,7 +253,8 @@ def _version(package: str) -> str:
         return ""
 
 
-def _check_policy(config: NodeConfig) -> Finding:
+def check_policy(config: NodeConfig) -> Finding:
+    """The policy can be opened, and the device that the configuration names is there."""
     from node.build import device_of
     from node.rollout.policy import Policy
 
@@ -265,7 +270,8 @@ def _check_policy(config: NodeConfig) -> Finding:
     return Finding("policy", True, f"{policy.path} ({policy.params / 1e6:.2f} M parameters), on {device}")
 
 
-def _check_memory(config: NodeConfig) -> Finding:
+def check_memory(config: NodeConfig) -> Finding:
+    """Policy, engine and trainer fit into the memory of the device, by the plan that a run makes."""
     from node.build import plan_of
     from node.rollout.policy import Policy
 
@@ -290,7 +296,8 @@ def _charter(config: NodeConfig) -> Charter:
     return decode_charter(path.read_bytes())
 
 
-def _check_sandbox() -> Finding:
+def check_sandbox() -> Finding:
+    """A scoring process starts behind its walls; says how strong they are."""
     from node.sandbox.scorer import Scorer
     from node.sandbox.strength import describe
 
@@ -301,7 +308,8 @@ def _check_sandbox() -> Finding:
         return Finding("sandbox", False, str(error), "run where user namespaces or seccomp are allowed")
 
 
-def _check_network(peer: str | None) -> Finding:
+def check_network(peer: str | None) -> Finding:
+    """The network's daemon starts; with a peer's address, that it answers and its clock agrees with ours."""
     import asyncio
 
     from node.main import measure_skew_s, open_alone

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from node.events import WeightsSeen
 
-__all__ = ["status", "weights_line"]
+__all__ = ["show", "status", "weights_line"]
 
 
 def status(home: HomeOption = None, json: JsonOption = False) -> None:
@@ -33,13 +33,14 @@ def status(home: HomeOption = None, json: JsonOption = False) -> None:
         write_json(facts)
     else:
         for each in facts:
-            _print(each)
+            show(each)
     if not facts:
         err.print(f"no node is running here ({folder.parent}); start one with: swarm run")
         raise typer.Exit(1)
 
 
-def _print(facts: dict[str, Any]) -> None:
+def show(facts: dict[str, Any]) -> None:
+    """Print what `summary` says about one node."""
     name, peers = facts["name"], facts["peers_connected"]
     if facts["state"] == "starting":
         out.print(f"{name}: still starting")

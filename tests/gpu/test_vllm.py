@@ -126,7 +126,9 @@ def check(
     return spans
 
 
-def test_sparse_updates_reach_the_running_engine(world: World, probe: list[TokenSequence]) -> None:
+def test_sparse_updates_reach_the_running_engine(
+    world: World, policy: Policy, probe: list[TokenSequence]
+) -> None:
     for version in (0, 1, 2):
         world.give(version)
         assert world.gap(probe, version) < world.tolerance < world.gap(probe, version + 1)
@@ -135,7 +137,7 @@ def test_sparse_updates_reach_the_running_engine(world: World, probe: list[Token
     whole = world.engine.patch_bytes
     world.engine.update(sparse, 4)
     assert 0 < world.engine.patch_bytes < whole / 30
-    reference = TransformersEngine(world.engine._policy)
+    reference = TransformersEngine(policy)
     reference.update(sparse, 4)
     ParityProbe(tuple(probe), 20 * world.tolerance).check(world.engine, reference.logprobs(probe))
     world.give(0)

@@ -119,7 +119,7 @@ def test_without_a_node_status_says_how_to_start_one(swarm: Swarm, sockets: Path
 async def test_the_table_shows_stages_and_waits(sockets: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async with served(sockets / "ada.sock") as path:
         (view,) = await read_nodes([path])
-    status._print(summary(view))
+    status.show(summary(view))
     shown = capsys.readouterr().out
     assert "ada  v0  0 peers  up 2 s" in shown
     for stage in STAGES:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from node.state import keys
 from node.state.keys import create_key, load_key, load_or_create_key
 from protocol.errors import KeyFileError
 from protocol.identity import Identity
@@ -63,16 +62,16 @@ def test_key_is_never_overwritten(path: Path) -> None:
 
 def test_two_processes_that_start_at_once_agree(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other one makes its key after we looked and before we write."""
-    real = keys._create
-    made: list[Identity] = []
+    link = os.link
+    other: list[Identity] = []
 
-    def late(target: Path, identity: Identity) -> Identity:
-        if not made:
-            made.append(real(target, Identity.generate()))
-        return real(target, identity)
+    def late(source: Path, target: Path) -> None:
+        monkeypatch.setattr(os, "link", link)
+        other.append(create_key(path))
+        link(source, target)
 
-    monkeypatch.setattr(keys, "_create", late)
-    assert load_or_create_key(path) == made[0]
+    monkeypatch.setattr(os, "link", late)
+    assert [load_or_create_key(path)] == other
 
 
 def test_missing_key_is_a_sentence(path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import stat
 import subprocess
@@ -20,6 +21,8 @@ from protocol.replay import ReplayCache
 ROOT = Path(__file__).parents[3]
 NOW_MS = 1_700_000_000_000
 PEER = "1" * 52
+RECORD_BYTES = 88
+"""Of the journal: one counted envelope."""
 
 
 # --- write_atomically --------------------------------------------------------------------------------------
@@ -137,16 +140,19 @@ def opened(folder: Path, now_ms: int = NOW_MS, **options: int) -> ReplayStore:
     return ReplayStore(folder, ReplayCache(capacity=1000), now_ms, **options)
 
 
-def killed(store: ReplayStore) -> None:
-    """Close what the system closes for a killed process, and nothing else."""
-    store._journal.close()
+def killed(store: ReplayStore, folder: Path) -> None:
+    """Leave in `folder` what is there when the process is killed now, without what `close` does."""
+    files = {path: path.read_bytes() for path in folder.iterdir()}
+    store.close()
+    for path, data in files.items():
+        path.write_bytes(data)
 
 
 def test_counted_stays_counted_after_a_kill(tmp_path: Path) -> None:
     store = opened(tmp_path)
     assert all(admitted(store, sequence) for sequence in range(50))
     for restart in range(3):
-        killed(store)
+        killed(store, tmp_path)
         store = opened(tmp_path, NOW_MS + restart)
         assert not any(admitted(store, sequence) for sequence in range(50 + restart))
         assert admitted(store, 50 + restart)
@@ -157,8 +163,8 @@ def test_counted_stays_counted_after_a_kill(tmp_path: Path) -> None:
 def test_journal_is_folded_and_stays_short(tmp_path: Path) -> None:
     store = opened(tmp_path, journal_records=10)
     assert all(admitted(store, sequence) for sequence in range(47))
-    assert (tmp_path / "replay.journal").stat().st_size == 7 * state._JOURNAL_RECORD.size
-    killed(store)
+    assert (tmp_path / "replay.journal").stat().st_size == 7 * RECORD_BYTES
+    killed(store, tmp_path)
     store = opened(tmp_path)
     assert not any(admitted(store, sequence) for sequence in range(47))
     store.close()
@@ -178,7 +184,7 @@ def test_full_disk_while_folding_is_an_error_and_the_journal_goes_on(
             with pytest.raises(OSError, match="No space"):
                 admitted(store, sequence)
     assert admitted(store, 4)
-    killed(store)
+    killed(store, tmp_path)
     store = opened(tmp_path)
     assert not any(admitted(store, sequence) for sequence in range(1, 5))
     store.close()
@@ -202,7 +208,7 @@ def test_record_cut_by_a_kill_was_not_counted(tmp_path: Path, cut: int) -> None:
     store = opened(tmp_path)
     assert admitted(store, 1)
     assert admitted(store, 2)
-    killed(store)
+    killed(store, tmp_path)
     journal = (tmp_path / "replay.journal").read_bytes()
     (tmp_path / "replay.journal").write_bytes(journal[:-cut])
     store = opened(tmp_path)
@@ -219,7 +225,7 @@ def test_damaged_state_refuses_the_past(tmp_path: Path, name: str) -> None:
     store.close()
     store = opened(tmp_path)
     assert admitted(store, 2)
-    killed(store)
+    killed(store, tmp_path)
     data = bytearray((tmp_path / name).read_bytes())
     data[30] ^= 1
     (tmp_path / name).write_bytes(data)
@@ -234,32 +240,20 @@ def test_damaged_state_refuses_the_past(tmp_path: Path, name: str) -> None:
     store.close()
 
 
-def test_full_disk_is_an_error_and_the_envelope_never_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_is_an_error_and_the_envelope_never_counts(tmp_path: Path) -> None:
     store = opened(tmp_path)
     assert admitted(store, 1)
 
-    class FullDisk:
-        closed = False
-
-        def __init__(self, journal: object) -> None:
-            self.journal = journal
-
-        def write(self, data: bytes) -> int:
-            return self.journal.write(data[:20])
-
-        def truncate(self, size: int) -> None:
-            self.journal.truncate(size)
-
-    real = store._journal
-    store._journal = FullDisk(real)
-    with pytest.raises(OSError, match="20 of 88 bytes"):
-        admitted(store, 2)
-    store._journal = real
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (RECORD_BYTES + 20, hard))
+    try:
+        with pytest.raises(OSError, match=f"20 of {RECORD_BYTES} bytes"):
+            admitted(store, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not admitted(store, 2)
     assert admitted(store, 3)
-    killed(store)
+    killed(store, tmp_path)
     store = opened(tmp_path)
     assert not store.damaged
     assert not admitted(store, 3)

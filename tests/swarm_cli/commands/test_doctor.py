@@ -133,17 +133,17 @@ def test_packages_of_some_settings(
 
 
 def test_a_policy_that_is_not_there_says_how_to_get_it(home: Home) -> None:
-    finding = doctor._check_policy(load_config([], {"policy.path": "smollm2-135m", "home": home.root}))
+    finding = doctor.check_policy(load_config([], {"policy.path": "smollm2-135m", "home": home.root}))
     assert not finding.ok
     assert finding.detail.endswith("swarm model get smollm2-135m")
 
 
 def test_memory_is_planned_before_anything_is_loaded(home: Home, tiny_policy_path: Path) -> None:
     keys = {"policy.path": str(tiny_policy_path), "home": home.root, "policy.device": "cpu"}
-    finding = doctor._check_memory(load_config([], keys))
+    finding = doctor.check_memory(load_config([], keys))
     assert finding.ok
     assert "full tuning" in finding.detail
-    finding = doctor._check_memory(load_config([], keys | {"policy.memory_gib": 0.01}))
+    finding = doctor.check_memory(load_config([], keys | {"policy.memory_gib": 0.01}))
     assert not finding.ok
     assert "\n" not in finding.detail
     assert not home.charter.exists()
@@ -166,13 +166,13 @@ def test_the_clock(now_s: float, skew_s: float | None, ok: bool, words: str) -> 
 
 
 def test_one_failure_makes_the_exit_code(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
-    for check in ("_check_policy", "_check_memory", "_check_network"):
+    for check in ("check_policy", "check_memory", "check_network"):
         monkeypatch.setattr(doctor, check, lambda *_: Finding("network", True, "up"))
-    monkeypatch.setattr(doctor, "_check_sandbox", lambda: Finding("sandbox", True, "strong"))
+    monkeypatch.setattr(doctor, "check_sandbox", lambda: Finding("sandbox", True, "strong"))
     ended = swarm("doctor")
     assert ended.code == 0
     assert ended.out.count("ok  ") == 12
-    monkeypatch.setattr(doctor, "_check_sandbox", lambda: Finding("sandbox", False, "weak", "allow seccomp"))
+    monkeypatch.setattr(doctor, "check_sandbox", lambda: Finding("sandbox", False, "weak", "allow seccomp"))
     ended = swarm("doctor")
     assert ended.code == 1
     assert "FAIL sandbox: weak\n     -> allow seccomp\n" in ended.out
@@ -184,6 +184,6 @@ def test_one_failure_makes_the_exit_code(swarm: Swarm, monkeypatch: pytest.Monke
 @pytest.mark.slow
 @pytest.mark.net
 def test_a_malformed_peer_is_a_finding(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
-    finding = doctor._check_network("hello")
+    finding = doctor.check_network("hello")
     assert not finding.ok
     assert "'hello' is no address" in finding.detail

@@ -5,13 +5,23 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import msgspec
 import pytest
 from textual.pilot import Pilot
 from textual.widgets import ContentSwitcher
 
-from node.events import CheckOutcome, GroupJudged, NodeStarted, Notice, PeersSeen, StagesSeen, StageStatus
+from node.events import (
+    CheckOutcome,
+    GroupJudged,
+    NodeStarted,
+    Notice,
+    NoticeLevel,
+    PeersSeen,
+    StagesSeen,
+    StageStatus,
+)
 from swarm_cli.dashboard.app import MonitorApp, Outcome
 from swarm_cli.dashboard.feed import Feed, ReplayFeed, SocketFeed
 from swarm_cli.dashboard.view import Link, NodeView, fold, inert_event, lose_line, set_link
@@ -31,10 +41,12 @@ Frozen = type[Feed]
 
 
 def shown(app: MonitorApp) -> str:
-    """Everything on the screen, as the terminal would get it, without styles."""
-    return "\n".join(
-        "".join(segment.text for segment in strip) for strip in app.screen._compositor.render_strips()
-    )
+    """Everything on the screen, line by line, without styles: from the picture that Textual makes of it."""
+    picture = ElementTree.fromstring(app.export_screenshot())
+    lines: dict[float, list[str]] = {}
+    for run in picture.iter("{http://www.w3.org/2000/svg}text"):
+        lines.setdefault(float(run.attrib["y"]), []).append("".join(run.itertext()))
+    return "\n".join("".join(runs) for _, runs in sorted(lines.items())).replace("\xa0", " ")
 
 
 async def settle(app: MonitorApp, pilot: Pilot[Outcome]) -> None:
@@ -299,7 +311,7 @@ def _hostile_view() -> NodeView:
         PeersSeen(at=STARTED.at, peers=(peer,)),
         group,
         StagesSeen(at=STARTED.at, stages=(stage,)),
-        Notice(at=STARTED.at, level=EVIL, text=EVIL),
+        Notice(at=STARTED.at, level=NoticeLevel.WARNING, text=EVIL),
     ):
         view = fold(view, inert_event(event))
     return view
