@@ -123,7 +123,7 @@ class PolicyConfig(Section):
             raise ConfigError(self._absent()) from None
 
     def _absent(self) -> str:
-        from node.models import KNOWN_MODELS
+        from node.known_models import KNOWN_MODELS
 
         if self.path in KNOWN_MODELS:
             return f"policy.path {self.path!r} is not on this machine yet; swarm model get {self.path}"

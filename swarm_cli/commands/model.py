@@ -78,7 +78,7 @@ def get_command(
 def fetch_missing(config: NodeConfig) -> None:
     """Get the configured policy when it is one whose bytes are pinned here and it is not on this machine.
     Raises ConfigError, ModelError."""
-    from node.models import KNOWN_MODELS
+    from node.known_models import KNOWN_MODELS
 
     try:
         config.policy.folder(config.home)

@@ -274,7 +274,7 @@ def test_a_token_budget_needs_partial_rollouts() -> None:
 def test_profiles_need_nothing_else(name: str, tmp_path: Path) -> None:
     """Each names a charter that can be founded and a policy that is bundled or can be got by name."""
     from node.build import inspect_charter
-    from node.models import KNOWN_MODELS
+    from node.known_models import KNOWN_MODELS
 
     config = load_config([Path(name)], {"home": tmp_path})
     assert inspect_charter(config)[1] in {"demo", "smollm2"}
@@ -285,7 +285,7 @@ def test_profiles_need_nothing_else(name: str, tmp_path: Path) -> None:
 
 def test_the_charter_of_smollm2_fits_the_model_that_is_got() -> None:
     from node.build import open_environments
-    from node.models import KNOWN_MODELS
+    from node.known_models import KNOWN_MODELS
     from protocol.charter import found
     from protocol.identity import Identity
 

@@ -19,7 +19,8 @@ import msgspec
 import pytest
 
 from node import models
-from node.models import KNOWN_MODELS, KnownModel, get_model
+from node.known_models import KNOWN_MODELS, KnownModel
+from node.models import get_model
 from node.rollout.policy import Policy
 from node.state.paths import Home
 from protocol.errors import ModelError

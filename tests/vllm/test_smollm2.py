@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 
 from node.config import VllmConfig
-from node.models import KNOWN_MODELS, ModelReport, get_model
+from node.known_models import KNOWN_MODELS
+from node.models import ModelReport, get_model
 from node.rollout.engine.base import Engine, GenerationRequest
 from node.rollout.engine.transformers import TransformersEngine
 from node.rollout.engine.vllm import VllmEngine
