@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +20,7 @@ from node.events import EventBus, Health, NodeStarted, NodeStopped, Notice, Noti
 from node.membership import Membership
 from node.network import Network
 from node.peers.book import PeerBook
-from node.peers.trust import Standing, TrustBook, TrustSettings, save_standings
+from node.peers.trust import Standing, TrustSettings, save_standings
 from node.rollout.admission import Admission
 from node.rollout.engine.base import Engine
 from node.rollout.environment import Environment
@@ -38,12 +37,10 @@ from node.state.paths import Home
 from node.state.stores import ReplayGuard, SequenceSource
 from node.supervise import LoopLag, StageGauge, run_stages
 from node.transport.base import Transport
-from node.transport.limits import Refusals
 from node.weights.sharing import WeightsSharing
 from protocol.charter import swarm_id
-from protocol.constants import PROTOCOL_VERSION
 from protocol.identity import Identity
-from protocol.messages import Charter, Digest, Lineage, PeerId, PeerRecord
+from protocol.messages import Charter, Digest, Lineage, PeerId
 from protocol.prompts import window_of
 
 __all__ = ["CoreParts", "NodeCore", "Stages"]
@@ -91,20 +88,21 @@ class NodeCore:
         self._clock, self._bus, self._compute = parts.clock, parts.bus, parts.compute
         self._stop = asyncio.Event()
         self._reason = "steps done"
-        self._refused = Refusals()
         self._lag = LoopLag()
         self._home = Home(config.home)
         self._run_dir = self._home.run(config.run)
         self._rng = random.Random(config.seed)
-        self._peers = PeerBook(parts.policy.tokenizer_digest)
-        self._trust = TrustBook(
+        self._runtime = Runtime(self._clock, self._compute, self._bus, self._rng)
+        self._membership = Membership(parts.identity, parts.charter, parts.clock)
+        self._peers = PeerBook(
+            self._runtime,
+            self._membership,
             TrustSettings(
                 newcomer=config.weight.newcomer_trust, quarantine_windows=config.weight.quarantine_windows
             ),
             parts.standings,
+            refusals=parts.transport.refusals if parts.transport is not None else None,
         )
-        self._runtime = Runtime(parts.clock, parts.compute, parts.bus, self._rng)
-        self._membership = Membership(parts.identity, parts.charter, parts.clock)
         rollout = config.rollout
         self._admission = Admission(rollout.max_staleness, config.train.local_groups, rollout.token_budget)
         self._made: asyncio.Queue[Accepted] = asyncio.Queue(2 * config.train.local_groups)
@@ -116,18 +114,15 @@ class NodeCore:
         self._network: Network | None = None
         if parts.transport is not None:
             self._network = Network(
-                config,
+                self._runtime,
+                self._membership,
+                self._peers,
                 parts.transport,
-                parts.identity,
-                self._charter,
-                self._clock,
+                config,
                 sequence=parts.sequence,
                 replay=parts.replay,
-                rng=self._rng,
-                record=self._record,
-                refused=self._refuse,
-                notice=self._notice,
             )
+            self._network.presence.lineage = self.lineage
 
     # --- what a role says ---------------------------------------------------------------------------------
 
@@ -222,7 +217,7 @@ class NodeCore:
             network.transport,
             self._swarm_id,
             providers=lambda root: [*network.members_of(self.lineage), *self._providers(root)],
-            refused=self._refuse,
+            refused=self._peers.refused,
             clock=self._clock,
             compute=self._compute,
             rng=self._rng,
@@ -244,22 +239,9 @@ class NodeCore:
         inside_ms = (now_ms - self._charter.created_at) % self._charter.window_ms
         return window_of(self._charter, now_ms) + inside_ms / self._charter.window_ms
 
-    def _record(self) -> PeerRecord:
-        transport = self._core.transport
-        return PeerRecord(
-            name=self.config.name,
-            protocol_version=PROTOCOL_VERSION,
-            addresses=transport.addresses()[:16] if transport is not None else (),
-            lineage=self.lineage,
-        )
-
     def _keep(self, standings: Sequence[Standing]) -> None:
         """What is remembered of peers' conduct, to disk. Blocking. Raises OSError."""
         save_standings(self._home.state / "trust.json", self._swarm_id, standings)
-
-    def _refuse(self, peer_id: PeerId, reason: str) -> None:
-        self._refused.add(peer_id, reason)
-        self._peers.rejected(peer_id, reason)
 
     def _notice(self, level: NoticeLevel, text: str) -> None:
         self._bus.emit(Notice(at=self._clock.now_ms(), level=level, text=text))
@@ -299,11 +281,10 @@ class NodeCore:
 
     def _emit_peers(self) -> None:
         if self._network is not None:
-            window = self._window()
             table = self._peers.table(
                 self._network.presence.connected,
-                dict(self._network.presence.known),
-                lambda peer_id: self._trust.trust(peer_id, window),
+                self._network.presence.known,
+                self._core.policy.tokenizer_digest,
             )
             self._bus.emit(PeersSeen(at=self._clock.now_ms(), peers=table))
 
@@ -313,12 +294,6 @@ class NodeCore:
             self._bus.emit(self._health_now())
 
     def _health_now(self) -> Health:
-        refused = Counter(self._refused.counters())
-        if self._network is not None:
-            refused.update(self._network.refusals())
-        by_reason: Counter[str] = Counter()
-        for (_, reason), count in refused.items():
-            by_reason[reason] += count
         publisher = self._network.publisher if self._network is not None else None
         return Health(
             at=self._clock.now_ms(),
@@ -326,7 +301,7 @@ class NodeCore:
             rss_bytes=self._core.rss_bytes(),
             transport_restarts=self._network.transport.restarts if self._network is not None else 0,
             sandbox_restarts=self._core.sandbox.restarts,
-            refused=dict(sorted(by_reason.items())),
+            refused=self._peers.refusals(),
             announced=publisher.announced if publisher is not None else 0,
             bodies_fetched=0,
             bodies_served=publisher.bodies_served if publisher is not None else 0,

@@ -116,7 +116,7 @@ class Follower(NodeCore):
 
     async def _end(self) -> None:
         try:
-            await self._compute.run(Lane.DISK, self._keep, self._trust.standings())
+            await self._compute.run(Lane.DISK, self._keep, self._peers.standings())
         except OSError as error:
             self._notice(NoticeLevel.WARNING, f"trust was not saved: {error}; make room on the disk")
 
@@ -133,9 +133,10 @@ class Follower(NodeCore):
         while True:
             lineage = await self._choose()
             self._notice(NoticeLevel.INFO, f"follows {lineage.owner}")
-            self._followed, self._heard_s = lineage, self._clock.monotonic_s()
+            self._followed = self._neighbours.presence.lineage = lineage
+            self._heard_s = self._clock.monotonic_s()
             await self._track(lineage)
-            self._followed = None
+            self._followed = self._neighbours.presence.lineage = None
             self._given_up[lineage.owner] = None
             self._given_up.move_to_end(lineage.owner)
             while len(self._given_up) > GIVEN_UP:
@@ -148,7 +149,7 @@ class Follower(NodeCore):
         """In words. Two signed versions that contradict each other are proof against who signed them."""
         stopped = self._tracker.stopped if self._tracker is not None else ""
         if stopped:
-            self._trust.record(lineage.owner, Hardness.HARD, self._window())
+            self._peers.judged(lineage.owner, Hardness.HARD)
             return f"signed versions that contradict each other ({stopped})"
         if self._misled:
             return f"signed a version that is of no use ({self._misled})"
@@ -157,9 +158,8 @@ class Follower(NodeCore):
     def _distrust(self, owner: PeerId, reason: str, lost: asyncio.Event) -> None:
         """A blob has the hash that the owner signed, and does not do what it signed beside it, or leads to
         weights that nobody can compute with."""
-        window = self._window()
-        self._trust.record(owner, Hardness.HARD, window)
-        if self._trust.quarantined(owner, window):
+        self._peers.judged(owner, Hardness.HARD)
+        if self._peers.quarantined(owner):
             self._misled = reason
             lost.set()
 
@@ -169,21 +169,20 @@ class Follower(NodeCore):
         wanted, told = self.config.follow.owner, False
         with self._gauges["broadcast"].waiting("an owner"):
             while True:
-                window = self._window()
                 lineage = choose_owner(
                     {peer: presence.known[peer] for peer in presence.connected if peer in presence.known},
                     me=self._peer_id,
                     base_model=policy.base_model,
                     tokenizer=policy.tokenizer_digest,
                     wanted=wanted,
-                    trust=lambda peer_id: self._trust.trust(peer_id, window),  # noqa: B023 - used at once
+                    trust=self._peers.trust,
                     avoided=self._given_up,
                 )
                 if lineage is not None:
                     return lineage
                 if wanted:
                     presence.seek(wanted)
-                    if not told and self._trust.quarantined(wanted, window):
+                    if not told and self._peers.quarantined(wanted):
                         text = f"waits: follow.owner {wanted} is in quarantine for what it signed"
                         self._notice(NoticeLevel.WARNING, f"{text}; name another owner, or none")
                         told = True
@@ -202,7 +201,7 @@ class Follower(NodeCore):
             self._base_digest,
             on_version=self._apply,
             providers=lambda: self._neighbours.members_of(lineage),
-            failed=self._refuse,
+            failed=self._peers.refused,
             misled=lambda reason: self._distrust(lineage.owner, reason, lost),
             bad=self._bad,
             compute=self._compute,

@@ -7,21 +7,19 @@ with peers' groups (`node/share/collect.py`, `node/verify`), nor for weights (`n
 
 from __future__ import annotations
 
-import random
-from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any
 
-from node.clock import Clock
 from node.config import NodeConfig
-from node.events import NoticeLevel
+from node.membership import Membership
+from node.peers.book import PeerBook
 from node.peers.presence import Presence
+from node.runtime import Runtime
 from node.share.gossip import Gossip, GossipLimits
 from node.share.publish import Publisher
 from node.state.stores import ReplayGuard, SequenceSource
 from node.transport.base import Transport
-from protocol.identity import Identity
-from protocol.messages import Charter, Digest, Lineage, PeerId, PeerRecord
+from protocol.messages import Digest, Lineage, PeerId
 
 __all__ = ["Network"]
 
@@ -31,54 +29,39 @@ class Network:
 
     def __init__(
         self,
-        config: NodeConfig,
+        runtime: Runtime,
+        membership: Membership,
+        peers: PeerBook,
         transport: Transport,
-        identity: Identity,
-        charter: Charter,
-        clock: Clock,
+        config: NodeConfig,
         *,
         sequence: SequenceSource,
         replay: ReplayGuard,
-        rng: random.Random,
-        record: Callable[[], PeerRecord],
-        refused: Callable[[PeerId, str], None],
-        notice: Callable[[NoticeLevel, str], None],
     ) -> None:
-        """`record` is this node's own; `refused(peer, reason)` counts; `notice(level, text)` tells."""
         self.transport = transport
-        self._peer_id = identity.peer_id
         self.gossip = Gossip(
+            runtime,
+            membership,
+            peers,
             transport,
-            identity,
-            charter,
-            clock,
-            sequence.next,
+            sequence,
             replay=replay,
             limits=GossipLimits(reconcile_interval_s=config.network.reconcile_s),
-            rng=rng,
         )
-        self.publisher = Publisher(transport, self.gossip, charter)
+        self.publisher = Publisher(transport, self.gossip, membership.charter)
         self.presence = Presence(
+            runtime,
+            membership,
+            peers,
             transport,
-            identity,
-            charter,
-            clock,
-            record=record,
-            next_sequence=sequence.next,
+            sequence,
+            name=config.name,
             bootstraps=config.network.bootstraps,
-            refused=refused,
-            notice=notice,
         )
 
     def stages(self) -> dict[str, Coroutine[Any, Any, None]]:
         """Loops that run for as long as the node does."""
         return {"gossip": self.gossip.run(), "presence": self.presence.run()}
-
-    def refusals(self) -> Counter[tuple[PeerId, str]]:
-        """What was refused below verification, by peer and reason."""
-        found = Counter(self.transport.counters())
-        found.update(self.gossip.counters())
-        return found
 
     def members_of(self, lineage: Lineage | None) -> list[PeerId]:
         """Connected peers that said to have this lineage's weights: its owner and who follows it. Sorted, so

@@ -92,8 +92,6 @@ __all__ = ["Node", "NodeParts"]
 STOCK_STEPS = 2
 """Unused groups kept in the pool, in steps' worth of external groups: enough to choose, little to grow
 stale."""
-ACTIVE_WINDOWS = 3
-"""Peers silent for longer are not waited for."""
 SETTLE_MS = 3000
 """After its first connection a node hears the past by reconciliation, in no order: of a copy and its original
 either may come first. What is heard until then is evidence for the copy check, and not fetched."""
@@ -162,6 +160,7 @@ class Node(NodeCore):
         self._verifier = Verifier(
             self._charter,
             self._swarm_id,
+            self._peers,
             clock=self._clock,
             compute=self._compute,
             item_at=self._universe.item,
@@ -202,7 +201,7 @@ class Node(NodeCore):
             answered=self._is_answered,
             worth_keeping=self._worth_keeping,
             still_fresh=lambda heard: self._verifier.is_fresh(heard.sender, heard.announcement),
-            failed=self._refuse,
+            failed=self._peers.refused,
         )
 
     def _own(self, network: Network, sharing: WeightsSharing) -> OwnerBroadcast:
@@ -250,7 +249,7 @@ class Node(NodeCore):
             partners=lambda: network.trainers_of(base_model),
             admitted=self._may_merge,
             window=self._window,
-            failed=self._refuse,
+            failed=self._peers.refused,
             notice=self._notice,
             compute=self._compute,
             clock=self._clock,
@@ -299,10 +298,8 @@ class Node(NodeCore):
             self._verifier,
             queue=self._fetched,
             pool=self._pool,
-            trust=self._trust,
             peers=self._peers,
             answered=self._answered,
-            window=self._window,
             clock=self._clock,
             bus=self._bus,
             gauge=self._gauges["verify"],
@@ -328,7 +325,6 @@ class Node(NodeCore):
             pool=self._pool,
             pooled=self._pooled,
             peers=self._peers,
-            trust=self._trust,
             answered=self._answered,
             rules=self._charter.rules,
             lineage=self._lineage,
@@ -436,10 +432,8 @@ class Node(NodeCore):
         return await owner.contribute()
 
     def _may_merge(self, author: PeerId) -> bool:
-        """Whether an author's weights count in a merge here: a member of a closed swarm, or who has earned
-        trust, since keys of an open swarm cost nothing; nobody in quarantine."""
-        trust, newcomer = self._trust.trust(author, self._window()), self.config.weight.newcomer_trust
-        return trust > 0 and (bool(self._charter.members) or trust > newcomer)
+        """Whether an author's weights count in a merge here."""
+        return self._peers.has_earned_trust(author)
 
     def _providers(self, root: Digest) -> Sequence[PeerId]:
         return self._merger.providers(root) if self._merger is not None else ()
@@ -473,7 +467,7 @@ class Node(NodeCore):
 
     async def _save(self) -> None:
         """Checkpoint, of a version that has none, and trust to disk. A full disk costs that, not the run."""
-        standings = self._trust.standings()
+        standings = self._peers.standings()
         try:
             await self._compute.run(Lane.TRAIN, self._write, standings)
         except OSError as error:
@@ -508,10 +502,10 @@ class Node(NodeCore):
         if verdict.reason:
             self._peers.rejected(heard.sender, verdict.reason)
             if verdict.blames_author:
-                self._trust.record(heard.sender, Hardness.HARD, self._window())
+                self._peers.judged(heard.sender, Hardness.HARD)
             return False
-        self._peers.announced(heard.sender, heard.announcement, self._clock.now_ms())
-        return self._settled() and not self._trust.quarantined(heard.sender, self._window())
+        self._peers.announced(heard.sender, heard.announcement)
+        return self._settled() and not self._peers.quarantined(heard.sender)
 
     def _settled(self) -> bool:
         connected_at = self._network.presence.first_connected_at if self._network is not None else None
@@ -523,11 +517,7 @@ class Node(NodeCore):
 
     def _peers_active(self) -> bool:
         """Whether it makes sense to wait for peers' groups; those in quarantine have none that we want."""
-        window = self._window()
-        return not self._engine.not_sharing and self._peers.active_since(
-            self._clock.now_ms() - ACTIVE_WINDOWS * self._charter.window_ms,
-            ignored=lambda peer_id: self._trust.quarantined(peer_id, window),
-        )
+        return not self._engine.not_sharing and bool(self._peers.active())
 
     # --- events -------------------------------------------------------------------------------------------
 

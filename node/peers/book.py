@@ -1,109 +1,190 @@
-"""What this node has seen of each peer: the numbers behind the peers table and the demo's `by_peer`.
+"""The one book about peers: what each announced, what was accepted and refused of it, and its standing.
 
-Counts only; what they mean for trust is `node/peers/trust.py`. Bounded: the `max_peers` peers seen last.
+    gossip, streams, fetches  --refused-----+
+    announcements             --announced---+--> PeerBook --> trust, quarantine, newest version, who is active
+    verification              --rejected, --+                 peers table, refusals by reason
+                                accepted, judged
+
+Whoever asks about a peer asks here. Bounded: the `MAX_PEERS` peers that verification knows and that were
+heard last, the standings of `TrustSettings.max_peers`, and as many refusals as `Refusals` counts; identities
+are free, so refusals below verification make no entry. Not for what is a failure (`node/verify`), nor for
+who is connected (`node/peers/presence.py`).
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from cachetools import FIFOCache
+
 from node.events import PeerStatus, inert
-from protocol.messages import Announcement, Lineage, PeerId, PeerRecord
+from node.membership import Membership
+from node.peers.trust import Hardness, Standing, TrustSettings, after_judgement, is_quarantined, trust_in
+from node.runtime import Runtime
+from node.transport.limits import Refusals
+from protocol.messages import Announcement, Digest, Lineage, PeerId, PeerRecord
 
 __all__ = ["PeerBook"]
+
+MAX_PEERS = 1024
+MAX_LINEAGES = 4
+"""Lineages of one peer whose newest version is remembered: a follower changes its owner now and then."""
+ACTIVE_WINDOWS = 3
+"""Peers silent for longer are not waited for."""
+FORGOTTEN_HARD = 0.05
+"""Hard failures that have decayed below this protect a standing from being forgotten no more."""
 
 
 @dataclass(slots=True)
 class _Seen:
+    """What one peer announced, and what became of its groups."""
+
     accepted: int = 0
     rejected: Counter[str] = field(default_factory=Counter)
     lag_sum: int = 0
     age_sum: float = 0.0
+    versions: FIFOCache[Lineage, int] = field(default_factory=lambda: FIFOCache(MAX_LINEAGES))
     lineage: Lineage | None = None
-    policy_version: int = -1
-    last_seen_at: int = 0
+    """The one announced last."""
+    announced_at: int = 0
+    """Swarm time of the last valid announcement, ms; 0 before the first."""
 
 
 class PeerBook:
-    """Counters by peer."""
+    """Everything that one node knows about its peers' conduct.
 
-    def __init__(self, tokenizer: str, max_peers: int = 1024) -> None:
-        self._tokenizer = tokenizer
-        self._max_peers = max_peers
-        self._peers: OrderedDict[PeerId, _Seen] = OrderedDict()
+    `refusals` is shared with whoever counts below: give the transport's, so that there is one count."""
 
-    def announced(self, peer_id: PeerId, announcement: Announcement, at: int) -> None:
-        """A valid announcement arrived."""
-        seen = self._of(peer_id)
-        if seen.lineage != announcement.lineage:  # a follower has another owner: other versions
-            seen.lineage, seen.policy_version = announcement.lineage, -1
-        seen.policy_version = max(seen.policy_version, announcement.policy_version)
-        seen.last_seen_at = at
+    def __init__(
+        self,
+        runtime: Runtime,
+        membership: Membership,
+        settings: TrustSettings,
+        standings: Sequence[Standing] = (),
+        *,
+        refusals: Refusals | None = None,
+    ) -> None:
+        self._runtime = runtime
+        self._membership = membership
+        self.settings = settings
+        self._seen: FIFOCache[PeerId, _Seen] = FIFOCache(MAX_PEERS)
+        self._standings = {standing.peer: standing for standing in standings}
+        self._refusals = refusals if refusals is not None else Refusals()
 
-    def accepted(self, peer_id: PeerId, policy_version: int, age_windows: float) -> None:
-        """A group of this version was accepted at this age."""
-        seen = self._of(peer_id)
+    # --- what happened ------------------------------------------------------------------------------------
+
+    def announced(self, peer_id: PeerId, announcement: Announcement) -> None:
+        """A valid announcement of this peer arrived."""
+        seen = self._touch(peer_id)
+        lineage = seen.lineage = announcement.lineage
+        seen.versions[lineage] = max(seen.versions.get(lineage, 0), announcement.policy_version)
+        seen.announced_at = self._runtime.now_ms()
+
+    def accepted(self, peer_id: PeerId, policy_version: int, lineage: Lineage, window: int) -> None:
+        """A group of this version, for a prompt of `window`, passed verification."""
+        seen = self._touch(peer_id)
         seen.accepted += 1
-        seen.lag_sum += max(0, seen.policy_version - policy_version)
-        seen.age_sum += age_windows
+        seen.lag_sum += max(0, seen.versions.get(lineage, policy_version) - policy_version)
+        seen.age_sum += max(0.0, self._membership.window() - window - 1)
 
     def rejected(self, peer_id: PeerId, reason: str) -> None:
-        """A group or an announcement was refused."""
-        self._of(peer_id).rejected[reason] += 1
+        """Verification rejected a group or an announcement of this peer."""
+        self._touch(peer_id).rejected[reason] += 1
 
-    def newest_version(self, peer_id: PeerId, lineage: Lineage) -> int:
-        """Newest version of `lineage` that this peer announced, -1 before the first and once it announces for
-        another one."""
-        seen = self._peers.get(peer_id)
-        return seen.policy_version if seen and seen.lineage == lineage else -1
+    def refused(self, peer_id: PeerId, reason: str) -> None:
+        """Something of this peer was refused before verification: a message, a stream, a blob, a handshake.
+        `reason` is one of our own short words, never a peer's bytes."""
+        self._refusals.add(peer_id, reason)
 
-    def active_since(self, at: int, ignored: Callable[[PeerId], bool]) -> bool:
-        """Whether a peer that is not `ignored` announced something valid at or after `at`."""
-        return any(seen.last_seen_at >= at and not ignored(peer_id) for peer_id, seen in self._peers.items())
+    def judged(self, peer_id: PeerId, found: Hardness) -> None:
+        """Let one finding count for or against the trust in this peer."""
+        before = self._standings.pop(peer_id, None) or Standing(peer_id, at_window=self._membership.window())
+        self._standings[peer_id] = after_judgement(before, found, self._membership.window(), self.settings)
+        if len(self._standings) > self.settings.max_peers:
+            forgotten = next(
+                (peer for peer, each in self._standings.items() if each.hard < FORGOTTEN_HARD),
+                next(iter(self._standings)),
+            )
+            del self._standings[forgotten]
+
+    # --- what to think of a peer --------------------------------------------------------------------------
+
+    def trust(self, peer_id: PeerId) -> float:
+        """Trust in [0, 1]; 0 during a quarantine."""
+        standing = self._standings.get(peer_id) or Standing(peer_id)
+        return trust_in(standing, self._membership.window(), self.settings)
+
+    def quarantined(self, peer_id: PeerId) -> bool:
+        """Whether nothing of this peer is to be fetched or used now."""
+        standing = self._standings.get(peer_id)
+        return standing is not None and is_quarantined(standing, self._membership.window())
+
+    def has_earned_trust(self, peer_id: PeerId) -> bool:
+        """Whether this peer is a member of a closed swarm or above a newcomer's trust, since keys of an open
+        swarm cost nothing; nobody in quarantine."""
+        trust = self.trust(peer_id)
+        return trust > 0 and (bool(self._membership.charter.members) or trust > self.settings.newcomer)
+
+    def newest_version(self, peer_id: PeerId, lineage: Lineage) -> int | None:
+        """Newest version of `lineage` that this peer announced, None before the first."""
+        seen = self._seen.get(peer_id)
+        return seen.versions.get(lineage) if seen is not None else None
+
+    def active(self) -> tuple[PeerId, ...]:
+        """Peers that announced something valid in the last windows and are not in quarantine."""
+        since_ms = self._runtime.now_ms() - ACTIVE_WINDOWS * self._membership.charter.window_ms
+        return tuple(
+            peer_id
+            for peer_id, seen in self._seen.items()
+            if seen.announced_at and seen.announced_at >= since_ms and not self.quarantined(peer_id)
+        )
+
+    # --- what is shown and kept ---------------------------------------------------------------------------
+
+    def standings(self) -> tuple[Standing, ...]:
+        """All of them, to be stored and given to `PeerBook` again."""
+        return tuple(self._standings.values())
+
+    def refusals(self) -> dict[str, int]:
+        """What was refused below verification so far, by reason."""
+        totals: Counter[str] = Counter()
+        for (_, reason), count in self._refusals.counters().items():
+            totals[reason] += count
+        return dict(sorted(totals.items()))
 
     def table(
-        self,
-        connected: frozenset[PeerId],
-        known: dict[PeerId, PeerRecord],
-        trust: Callable[[PeerId], float],
+        self, connected: frozenset[PeerId], known: Mapping[PeerId, PeerRecord], tokenizer: Digest
     ) -> tuple[PeerStatus, ...]:
-        """Rows of the peers table, in a stable order."""
+        """Rows of the peers table, in a stable order. `known` are the records of neighbours, `tokenizer` is
+        this node's own."""
+        refused: dict[PeerId, Counter[str]] = {}
+        for (peer_id, reason), count in self._refusals.counters().items():
+            refused.setdefault(peer_id, Counter())[reason] += count
         rows = []
-        for peer_id in sorted({*self._peers, *connected}):
-            seen = self._peers.get(peer_id) or _Seen()
-            record = known.get(peer_id)
+        for peer_id in sorted({*self._seen, *connected}):
+            seen, record = self._seen.get(peer_id) or _Seen(), known.get(peer_id)
+            lineage = seen.lineage or (record.lineage if record is not None else None)
             rows.append(
                 PeerStatus(
                     peer_id=peer_id,
-                    name=inert(record.name, 64) if record else "",
+                    name=inert(record.name, 64) if record is not None else "",
                     connected=peer_id in connected,
                     accepted=seen.accepted,
-                    rejected=dict(sorted(seen.rejected.items())),
-                    trust=trust(peer_id),
-                    policy_version=seen.policy_version,
+                    rejected=dict(sorted((seen.rejected + refused.get(peer_id, Counter())).items())),
+                    trust=self.trust(peer_id),
+                    policy_version=seen.versions[seen.lineage] if seen.lineage is not None else -1,
                     lag=seen.lag_sum / max(seen.accepted, 1),
                     age_windows=seen.age_sum / max(seen.accepted, 1),
-                    last_seen_at=seen.last_seen_at,
-                    same_tokenizer=seen.lineage is not None and seen.lineage.tokenizer == self._tokenizer,
-                    follows=_followed(peer_id, seen, record),
+                    last_seen_at=seen.announced_at,
+                    same_tokenizer=seen.lineage is not None and seen.lineage.tokenizer == tokenizer,
+                    follows=lineage.owner if lineage is not None and lineage.owner != peer_id else "",
                 )
             )
         return tuple(rows)
 
-    def _of(self, peer_id: PeerId) -> _Seen:
-        seen = self._peers.get(peer_id)
-        if seen is None:
-            seen = self._peers[peer_id] = _Seen()
-            while len(self._peers) > self._max_peers:
-                self._peers.popitem(last=False)
-        else:
-            self._peers.move_to_end(peer_id)
+    def _touch(self, peer_id: PeerId) -> _Seen:
+        """The entry of this peer, a new one if need be; whoever was touched longest ago is forgotten."""
+        seen = self._seen[peer_id] = self._seen.get(peer_id) or _Seen()
         return seen
-
-
-def _followed(peer_id: PeerId, seen: _Seen, record: PeerRecord | None) -> str:
-    """Owner of the policy that a peer generates with, "" where that is its own or unknown."""
-    lineage = seen.lineage or (record.lineage if record else None)
-    return lineage.owner if lineage is not None and lineage.owner != peer_id else ""

@@ -13,20 +13,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from statistics import median_high, median_low
+
+from cachetools import FIFOCache
 
 from node.clock import Clock
 from node.events import NoticeLevel, inert
+from node.membership import Membership
+from node.peers.backoff import Backoff
+from node.peers.book import PeerBook
+from node.runtime import Runtime
+from node.state.stores import SequenceSource
 from node.transport.base import Stream, Transport
 from node.transport.limits import FirstTimes
-from protocol.charter import MAX_CHARTER_BYTES, charter_bytes, decode_charter, is_member, swarm_id
+from protocol.charter import MAX_CHARTER_BYTES, charter_bytes, decode_charter, is_member
 from protocol.codec import decode, encode
 from protocol.constants import PROTOCOL_VERSION
 from protocol.errors import CharterError, RemoteProtocolError, TransportError, VersionError
-from protocol.identity import Identity
 from protocol.messages import Charter, Hello, HelloReply, Lineage, PeerId, PeerRecord
 from protocol.preamble import MAX_PREAMBLE_BYTES, PREAMBLE, require_same_version
 from protocol.records import open_record, seal_record
@@ -42,10 +46,14 @@ HELLO_TIMEOUT_S = 5.0
 """Deadline of one handshake. Those of a round run together: one silent neighbour delays no other."""
 REFUSALS_TOLD = 8
 """Neighbours whose refusal is shown: identities are free, and no peer may fill the screen."""
+ALONE_TOLD_S = 4.0
+"""The operator is told that no bootstrap answers once the pause between tries is longer."""
+MAX_ADDRESSES = 16
+"""Own addresses in a record."""
 RECORD_TTL_MS = 10 * 60 * 1000
 STORE_AGAIN_S = 10.0
 """Pause before a record that could not be stored, or has changed meanwhile, is stored again."""
-MAX_BACKOFF_S = 30.0
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.65, 30.0
 BACKOFF_GROWTH = 1.3
 """Doubling let a node that started seconds before its bootstrap train alone for a third of a demo."""
 ENOUGH_NEIGHBOURS = 32
@@ -104,49 +112,46 @@ def clock_skew_ms(skews_ms: Sequence[int]) -> int:
     return min(median_low(skews_ms), median_high(skews_ms), key=abs) if skews_ms else 0
 
 
-@dataclass(slots=True)
-class _Sought:
-    """A peer that was heard and is not connected."""
-
-    next_try_s: float
-    failures: int = 0
-
-
 class Presence:
-    """Handshakes, bootstrapping and search of one node. `known` maps neighbours to their last record."""
+    """Handshakes, bootstrapping and search of one node."""
 
     def __init__(
         self,
+        runtime: Runtime,
+        membership: Membership,
+        peers: PeerBook,
         transport: Transport,
-        identity: Identity,
-        charter: Charter,
-        clock: Clock,
+        sequence: SequenceSource,
         *,
-        record: Callable[[], PeerRecord],
-        next_sequence: Callable[[], int],
+        name: str,
         bootstraps: Sequence[str],
-        refused: Callable[[PeerId, str], None],
-        notice: Callable[[NoticeLevel, str], None],
     ) -> None:
+        """`sequence` numbers this node's envelopes; `name` is shown to others."""
+        self._runtime = runtime
+        self._membership = membership
+        self._peers = peers
         self._transport = transport
-        self._identity = identity
-        self._charter = charter
-        self._swarm_id = swarm_id(charter)
-        self._clock = clock
-        self._record = record
-        self._next_sequence = next_sequence
+        self._sequence = sequence
+        self._name = name
         self._bootstraps = tuple(bootstraps)
-        self._refused = refused
-        self._notice = notice
-        self.known: OrderedDict[PeerId, PeerRecord] = OrderedDict()
+        self.lineage: Lineage | None = None
+        """Whose policy this node generates with, as its record says; the node changes it."""
+        self.known: FIFOCache[PeerId, PeerRecord] = FIFOCache(KNOWN_PEERS)
+        """The last record of each neighbour."""
         self.connected: frozenset[PeerId] = frozenset()
         self.first_connected_at: int | None = None
         """Swarm time at which the first neighbour was seen, ms."""
-        self._skews_ms: dict[PeerId, int] = {}
+        self.stored: PeerRecord | None = None
+        """This node's record as it was last put into the DHT."""
+        self._dials = Backoff[str](
+            FIRST_BACKOFF_S, MAX_BACKOFF_S, max_keys=max(1, len(self._bootstraps)), growth=BACKOFF_GROWTH
+        )
+        self._skews_ms: FIFOCache[PeerId, int] = FIFOCache(KNOWN_PEERS)
         self._skew_told = False
         self._told = FirstTimes(REFUSALS_TOLD)
-        self._sought: OrderedDict[PeerId, _Sought] = OrderedDict()
-        self._stored: PeerRecord | None = None
+        self._sought: FIFOCache[PeerId, None] = FIFOCache(SOUGHT_PEERS)
+        """Peers that were heard and are not connected, the one looked up last at the end."""
+        self._searches = Backoff[PeerId](SEEK_BACKOFF_S, MAX_SEEK_BACKOFF_S, max_keys=SOUGHT_PEERS)
         self._said: Lineage | None = None
         """The lineage in the last round of handshakes."""
         transport.serve(HELLO_PROTOCOL, self._answer_hello)
@@ -154,11 +159,22 @@ class Presence:
 
     def seek(self, peer_id: PeerId) -> None:
         """Find this member of the swarm, unless it is a neighbour. Cheap: for every sender that is heard."""
-        if peer_id in self._sought or peer_id in self.connected or peer_id == self._identity.peer_id:
-            return
-        self._sought[peer_id] = _Sought(self._clock.monotonic_s())
-        while len(self._sought) > SOUGHT_PEERS:
-            self._sought.popitem(last=False)
+        if peer_id not in self._sought and peer_id not in {*self.connected, self._membership.peer_id}:
+            self._sought[peer_id] = None
+
+    @property
+    def sought(self) -> tuple[PeerId, ...]:
+        """Peers that are looked for, the next one first."""
+        return tuple(self._sought)
+
+    def record(self) -> PeerRecord:
+        """This node's own, as it is now."""
+        return PeerRecord(
+            name=self._name,
+            protocol_version=PROTOCOL_VERSION,
+            addresses=self._transport.addresses()[:MAX_ADDRESSES],
+            lineage=self.lineage,
+        )
 
     async def run(self) -> None:
         """Greet, bootstrap, seek and renew the record until cancelled."""
@@ -167,32 +183,25 @@ class Presence:
             group.create_task(self._search())
 
     async def _meet(self) -> None:
-        backoff_s, next_try_s, told, next_store_s, soon_s = 0.5, 0.0, False, 0.0, 0.0
+        told, next_store_s, soon_s = False, 0.0, 0.0
         while True:
-            now_s = self._clock.monotonic_s()
+            now_s = self._runtime.monotonic_s()
             try:
                 self.connected = frozenset(peer.peer_id for peer in await self._transport.peers())
             except TransportError:
                 self.connected = frozenset()
             if self.connected and self.first_connected_at is None:
-                self.first_connected_at = self._clock.now_ms()
-            lineage = self._record().lineage
+                self.first_connected_at = self._runtime.now_ms()
             # Whoever has the lineage is asked for its weights: a follower with another owner says so at once.
-            known = self.known.keys() if lineage == self._said else frozenset[PeerId]()
-            self._said = lineage
+            known = self.known.keys() if self.lineage == self._said else frozenset[PeerId]()
+            self._said = self.lineage
             await asyncio.gather(*map(self._greet, sorted(self.connected - known)))
-            missing = [a for a in self._bootstraps if a.rpartition("/p2p/")[2] not in self.connected]
-            if missing and now_s >= next_try_s:
-                failure = await self._connect(missing)
-                if failure and not self.connected and not told and backoff_s > 4:
-                    self._notice(
-                        NoticeLevel.WARNING,
-                        f"no bootstrap answers yet ({failure}); training alone, still trying",
-                    )
-                    told = True
-                backoff_s = min(MAX_BACKOFF_S, backoff_s * BACKOFF_GROWTH)
-                next_try_s = self._clock.monotonic_s() + backoff_s
-            changed = self._stored is not None and self._stored != self._record()
+            failure, pause_s = await self._dial_bootstraps(now_s)
+            if failure and not self.connected and not told and pause_s > ALONE_TOLD_S:
+                text = f"no bootstrap answers yet ({failure}); training alone, still trying"
+                self._runtime.notice(NoticeLevel.WARNING, text)
+                told = True
+            changed = self.stored is not None and self.stored != self.record()
             if self.connected and now_s >= (soon_s if changed else next_store_s):
                 stored = await self._store_record()
                 soon_s = now_s + STORE_AGAIN_S
@@ -205,39 +214,50 @@ class Presence:
             await asyncio.sleep(ROUND_S)
             for peer_id in self._sought.keys() & self.connected:
                 del self._sought[peer_id]
+                self._searches.succeeded(peer_id)
             if not 0 < len(self.connected) < ENOUGH_NEIGHBOURS:
                 continue
-            now_s = self._clock.monotonic_s()
-            due = [each for each in self._sought.items() if each[1].next_try_s <= now_s]
-            due.sort(key=lambda each: each[1].next_try_s)
-            await asyncio.gather(*(self._find(*each) for each in due[:SEEK_PER_ROUND]))
+            now_s = self._runtime.monotonic_s()
+            due = [peer_id for peer_id in self._sought if not self._searches.ready_in_s(peer_id, now_s)]
+            await asyncio.gather(*map(self._find, due[:SEEK_PER_ROUND]))
 
-    async def _find(self, peer_id: PeerId, sought: _Sought) -> None:
+    async def _find(self, peer_id: PeerId) -> None:
         """Connect to `peer_id` at an address from its own DHT record, or try again later."""
         try:
             async with asyncio.timeout(SEEK_TIMEOUT_S):
-                for address in (await self._look_up(peer_id))[:SEEK_PER_ROUND]:
+                for address in (await self.look_up(peer_id))[:SEEK_PER_ROUND]:
                     # Its signature stands for its own address only, never for somebody else's.
                     if address.endswith(f"/p2p/{peer_id}") and not await self._connect_one(address):
                         break
         except (TimeoutError, TransportError, RemoteProtocolError) as error:
             log.debug("%s is not found: %s", peer_id, error)
-        pause_s = min(MAX_SEEK_BACKOFF_S, SEEK_BACKOFF_S * 2.0 ** min(sought.failures, 20))
-        sought.failures += 1
-        sought.next_try_s = self._clock.monotonic_s() + pause_s
+        self._searches.failed(peer_id, self._runtime.monotonic_s())  # until it is seen as connected
+        self._sought.pop(peer_id, None)
+        self._sought[peer_id] = None
 
-    async def _look_up(self, peer_id: PeerId) -> tuple[str, ...]:
-        key = peer_key(self._swarm_id, peer_id)
+    async def look_up(self, peer_id: PeerId) -> tuple[str, ...]:
+        """Addresses in the record that `peer_id` has signed, empty when the DHT has none. Raises
+        TransportError or RemoteProtocolError."""
+        key = peer_key(self._membership.swarm_id, peer_id)
         value = await self._transport.get(key)
         if value is None:
             return ()
-        record = open_record(key, value, swarm_id=self._swarm_id, now_ms=self._clock.now_ms())
-        return record.addresses
+        now_ms = self._runtime.now_ms()
+        return open_record(key, value, swarm_id=self._membership.swarm_id, now_ms=now_ms).addresses
 
-    async def _connect(self, addresses: Sequence[str]) -> str:
-        """Try all addresses at once; the last failure as text, "" when all answered."""
-        failures = await asyncio.gather(*map(self._connect_one, addresses))
-        return next(filter(None, reversed(failures)), "")
+    async def _dial_bootstraps(self, now_s: float) -> tuple[str, float]:
+        """Try the bootstraps that are not connected and due, all at once; the last failure as text, "" when
+        all answered, and the longest pause until the next try in seconds."""
+        due = []
+        for address in self._bootstraps:
+            if address.rpartition("/p2p/")[2] in self.connected:
+                self._dials.succeeded(address)
+            elif not self._dials.ready_in_s(address, now_s):
+                due.append(address)
+        failures = await asyncio.gather(*map(self._connect_one, due))
+        now_s = self._runtime.monotonic_s()
+        pauses_s = [self._dials.failed(address, now_s) for address in due]  # until it is seen as connected
+        return next(filter(None, reversed(failures)), ""), max(pauses_s, default=0.0)
 
     async def _connect_one(self, address: str) -> str:
         try:
@@ -248,12 +268,12 @@ class Presence:
         return ""
 
     async def _store_record(self) -> bool:
-        now_ms, record = self._clock.now_ms(), self._record()
+        now_ms, record = self._runtime.now_ms(), self.record()
         key, value = seal_record(
-            self._identity,
+            self._membership.identity,
             record,
-            swarm_id=self._swarm_id,
-            sequence=self._next_sequence(),
+            swarm_id=self._membership.swarm_id,
+            sequence=self._sequence.next(),
             now_ms=now_ms,
             ttl_ms=RECORD_TTL_MS,
         )
@@ -261,30 +281,29 @@ class Presence:
             await self._transport.store(key, value, now_ms + RECORD_TTL_MS)
         except TransportError as error:
             log.debug("own record not stored: %s", error)
-            self._stored = None
+            self.stored = None
             return False
-        self._stored = record
+        self.stored = record
         return True
 
     async def _greet(self, peer_id: PeerId) -> None:
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
-                reply, skew_ms = await say_hello(
-                    self._transport, peer_id, Hello(swarm_id=self._swarm_id, peer=self._record()), self._clock
-                )
+                hello = Hello(swarm_id=self._membership.swarm_id, peer=self.record())
+                reply, skew_ms = await say_hello(self._transport, peer_id, hello, self._runtime.clock)
         except TimeoutError:
-            self._refused(peer_id, "deadline")
+            self._peers.refused(peer_id, "deadline")
             return
         except TransportError as error:
             log.debug("no handshake with %s: %s", peer_id, error)
             return
         except VersionError as error:
-            self._refused(peer_id, error.reason)
+            self._peers.refused(peer_id, error.reason)
             self._tell(peer_id, f"no handshake with {peer_id}: {error}")
             self._remember(peer_id, None)
             return
         except RemoteProtocolError as error:
-            self._refused(peer_id, error.reason)
+            self._peers.refused(peer_id, error.reason)
             return
         self._skews_ms[peer_id] = skew_ms
         self._tell_skew()
@@ -306,25 +325,25 @@ class Presence:
         hello = decode(await stream.receive(max_bytes=MAX_HELLO_BYTES), Hello, max_bytes=MAX_HELLO_BYTES)
         refusal = self._refusal(stream.peer_id, hello)
         if refusal:
-            await stream.send(encode(HelloReply(peer=None, clock_at=self._clock.now_ms(), refusal=refusal)))
+            await stream.send(encode(HelloReply(peer=None, clock_at=self._runtime.now_ms(), refusal=refusal)))
             raise RemoteProtocolError(refusal, reason="other_swarm")
         self._remember(stream.peer_id, hello.peer)
-        await stream.send(encode(HelloReply(peer=self._record(), clock_at=self._clock.now_ms())))
+        await stream.send(encode(HelloReply(peer=self.record(), clock_at=self._runtime.now_ms())))
 
     async def _answer_charter(self, stream: Stream) -> None:
-        await stream.send(charter_bytes(self._charter))
+        await stream.send(charter_bytes(self._membership.charter))
 
     def _tell(self, peer_id: PeerId, text: str) -> None:
         """Warn once about a peer that we do not get along with, and about a few only."""
         if self._told.is_new(peer_id):
-            self._notice(NoticeLevel.WARNING, text)
+            self._runtime.notice(NoticeLevel.WARNING, text)
 
     def _tell_skew(self) -> None:
         """Say once that this clock is off, when most neighbours agree that it is."""
         skew_ms = clock_skew_ms(list(self._skews_ms.values()))
         if abs(skew_ms) > TOLERATED_SKEW_MS and not self._skew_told:
             direction = "behind" if skew_ms > 0 else "ahead of"
-            self._notice(
+            self._runtime.notice(
                 NoticeLevel.WARNING,
                 f"this clock is {abs(skew_ms) / 1000:.0f} s {direction} the neighbours'; others refuse "
                 "what they cannot date. Switch on time synchronisation",
@@ -332,17 +351,14 @@ class Presence:
             self._skew_told = True
 
     def _refusal(self, peer_id: PeerId, hello: Hello) -> str:
-        if hello.swarm_id != self._swarm_id:
+        swarm_id, charter = self._membership.swarm_id, self._membership.charter
+        if hello.swarm_id != swarm_id:
             other = hello.swarm_id[:12]
-            return f"this node belongs to swarm {self._swarm_id[:12]} ({self._charter.name}), not {other}"
-        if not is_member(self._charter, peer_id):
-            return f"swarm {self._charter.name} is closed and {peer_id} is not a member; ask its founder"
+            return f"this node belongs to swarm {swarm_id[:12]} ({charter.name}), not {other}"
+        if not is_member(charter, peer_id):
+            return f"swarm {charter.name} is closed and {peer_id} is not a member; ask its founder"
         return ""
 
     def _remember(self, peer_id: PeerId, record: PeerRecord | None) -> None:
         unknown = PeerRecord(name="unknown", protocol_version=0, addresses=(), lineage=None)
         self.known[peer_id] = record or unknown
-        self.known.move_to_end(peer_id)
-        while len(self.known) > KNOWN_PEERS:
-            gone, _ = self.known.popitem(last=False)
-            self._skews_ms.pop(gone, None)

@@ -18,17 +18,20 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import random
-from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Callable
+from collections import deque
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from node.clock import Clock
+from cachetools import FIFOCache
+
+from node.membership import Membership
+from node.peers.book import PeerBook
+from node.runtime import Runtime
 from node.share.held import SHORT_DIGEST_BYTES, AnnouncementStore, Heard, HeldAnnouncement, short_digest
-from node.state.stores import ReplayGuard
+from node.state.stores import ReplayGuard, SequenceSource
 from node.transport.base import Gossiped, Stream, Transport
-from node.transport.limits import KeyedTokenBuckets, Refusals
-from protocol.charter import is_member, swarm_id
+from node.transport.limits import KeyedTokenBuckets
+from protocol.charter import is_member
 from protocol.codec import decode, digest, encode
 from protocol.constants import MAX_ENVELOPE_BYTES
 from protocol.envelope import open_envelope, seal
@@ -41,8 +44,7 @@ from protocol.errors import (
     SignatureError,
     TransportError,
 )
-from protocol.identity import Identity
-from protocol.messages import Announcement, Charter, Digest, PeerId, ReconcileReply, ReconcileRequest
+from protocol.messages import Announcement, Digest, PeerId, ReconcileReply, ReconcileRequest
 from protocol.replay import ReplayCache
 from protocol.topics import RECONCILE_PROTOCOL, announcement_topic
 
@@ -95,45 +97,45 @@ class Gossip:
 
     def __init__(
         self,
+        runtime: Runtime,
+        membership: Membership,
+        peers: PeerBook,
         transport: Transport,
-        identity: Identity,
-        charter: Charter,
-        clock: Clock,
-        next_sequence: Callable[[], int],
+        sequence: SequenceSource,
         *,
         replay: ReplayGuard | None = None,
-        limits: GossipLimits | None = None,
-        rng: random.Random | None = None,
+        limits: GossipLimits = GossipLimits(),
     ) -> None:
+        """`sequence` numbers this node's envelopes, `replay` remembers those that were counted."""
         self.listening = asyncio.Event()
         """Set while a subscription stands."""
+        self._runtime = runtime
+        self._membership = membership
+        self._peers = peers
         self._transport = transport
-        self._identity = identity
-        self._clock = clock
-        self._next_sequence = next_sequence
+        self._sequence = sequence
         self._replay = ReplayCache() if replay is None else replay  # an empty one is false
-        self._limits = limits or GossipLimits()
-        self._rng = rng or random.Random()
-        self._swarm_id = swarm_id(charter)
-        self._topic = announcement_topic(self._swarm_id)
+        self._limits = limits
+        self._topic = announcement_topic(membership.swarm_id)
         # A closed swarm has up to 10,000 members in a tuple; a flood must not pay for the search each time.
-        self._is_member = functools.lru_cache(maxsize=4096)(functools.partial(is_member, charter))
-        self._store = AnnouncementStore(
-            max_count=self._limits.max_count,
-            max_bytes=self._limits.max_bytes,
-            author_count=self._limits.author_count,
-            author_bytes=self._limits.author_bytes,
+        self._is_member = functools.lru_cache(maxsize=4096)(functools.partial(is_member, membership.charter))
+        self.store = AnnouncementStore(
+            max_count=limits.max_count,
+            max_bytes=limits.max_bytes,
+            author_count=limits.author_count,
+            author_bytes=limits.author_bytes,
         )
-        self._refused: OrderedDict[bytes, None] = OrderedDict()
-        self._refusals = Refusals()
+        """The unexpired announcements of everybody, own ones included."""
+        self._refused: FIFOCache[bytes, None] = FIFOCache(limits.refused_count)
+        """Short digests of refused envelopes."""
         self._served = KeyedTokenBuckets(
-            self._limits.served_bytes_per_s,
-            self._limits.served_burst_bytes,
+            limits.served_bytes_per_s,
+            limits.served_burst_bytes,
             newcomers_per_s=10.0,
             newcomer_burst=256,
         )
         self._arrived = asyncio.Event()
-        self._outbox: deque[bytes] = deque(maxlen=self._limits.outbox_count)
+        self._outbox: deque[bytes] = deque(maxlen=limits.outbox_count)
         self._sendable = asyncio.Event()
         self._disk_told = False
 
@@ -152,18 +154,18 @@ class Gossip:
         Never waits for the network: `run` publishes, and what it cannot publish neighbours get by
         reconciliation.
         """
-        now_ms = self._clock.now_ms()
+        now_ms = self._runtime.now_ms()
         data = seal(
-            self._identity,
-            swarm_id=self._swarm_id,
+            self._membership.identity,
+            swarm_id=self._membership.swarm_id,
             topic=self._topic,
-            sequence=self._next_sequence(),
+            sequence=self._sequence.next(),
             payload=encode(announcement),
             now_ms=now_ms,
             ttl_ms=ttl_ms,
         )
-        heard = Heard(self._identity.peer_id, announcement, now_ms, digest(data))
-        self._store.add(HeldAnnouncement(heard, data, now_ms + ttl_ms), unread=False)
+        heard = Heard(self._membership.peer_id, announcement, now_ms, digest(data))
+        self.store.add(HeldAnnouncement(heard, data, now_ms + ttl_ms), unread=False)
         self._outbox.append(data)
         self._sendable.set()
         return heard.envelope
@@ -174,26 +176,12 @@ class Gossip:
         A slow reader loses nothing that is still held and unexpired.
         """
         while True:
-            heard = self._store.next_unread(self._clock.now_ms())
+            heard = self.store.next_unread(self._runtime.now_ms())
             if heard is not None:
                 yield heard
                 continue
             self._arrived.clear()
             await self._arrived.wait()
-
-    def counters(self) -> dict[tuple[PeerId, str], int]:
-        """Refusals by (peer that brought it, reason)."""
-        return self._refusals.counters()
-
-    @property
-    def held_count(self) -> int:
-        """Unexpired announcements held, own ones included."""
-        return len(self._store)
-
-    @property
-    def dropped_unread(self) -> int:
-        """Announcements displaced by a bound before `heard()` gave them."""
-        return self._store.dropped_unread
 
     # --- gossip out ---
 
@@ -229,12 +217,12 @@ class Gossip:
 
     def _take_gossip(self, message: Gossiped) -> None:
         if not self._is_member(message.sender):
-            self._refusals.add(message.sender, "stranger")
+            self._peers.refused(message.sender, "stranger")
             return
         try:
             self._take(message.data, relayed=False)
         except RemoteProtocolError as error:
-            self._refusals.add(message.sender, error.reason)
+            self._peers.refused(message.sender, error.reason)
 
     def _take(self, data: bytes, *, relayed: bool) -> bool:
         """Hold an envelope that is new and valid. Returns whether it was new, raises when it is invalid.
@@ -244,12 +232,13 @@ class Gossip:
         """
         envelope_digest = digest(data)
         short = short_digest(envelope_digest)
-        if short in self._store or short in self._refused:
+        if short in self.store or short in self._refused:
             return False
-        now_ms = self._clock.now_ms()
+        now_ms = self._runtime.now_ms()
         counts = True
         try:
-            envelope = open_envelope(data, swarm_id=self._swarm_id, topic=self._topic, now_ms=now_ms)
+            swarm_id = self._membership.swarm_id
+            envelope = open_envelope(data, swarm_id=swarm_id, topic=self._topic, now_ms=now_ms)
             if not self._is_member(envelope.sender):
                 raise SignatureError(f"{envelope.sender} is no member of this swarm", reason="stranger")
             announcement = decode(envelope.payload, Announcement, max_bytes=MAX_ENVELOPE_BYTES)
@@ -258,7 +247,7 @@ class Gossip:
                     envelope.sender, envelope.sequence, envelope.created_at, envelope.expires_at, now_ms
                 )
             except ReplayError:
-                if not (relayed and self._store.has_room(envelope.sender, len(data))):
+                if not (relayed and self.store.has_room(envelope.sender, len(data))):
                     raise
                 counts = False
             except OSError as error:
@@ -268,12 +257,10 @@ class Gossip:
             raise  # and not remembered: an envelope from a clock ahead of ours is welcome later
         except RemoteProtocolError:
             self._refused[short] = None
-            if len(self._refused) > self._limits.refused_count:
-                self._refused.popitem(last=False)
             raise
         heard = Heard(envelope.sender, announcement, now_ms, envelope_digest)
-        unread = counts and envelope.sender != self._identity.peer_id
-        self._store.add(HeldAnnouncement(heard, data, envelope.expires_at), unread=unread)
+        unread = counts and envelope.sender != self._membership.peer_id
+        self.store.add(HeldAnnouncement(heard, data, envelope.expires_at), unread=unread)
         self._arrived.set()
         return True
 
@@ -305,15 +292,15 @@ class Gossip:
                 await stream.send(envelope)
 
     def _lacking(self, peer_id: PeerId, held: bytes) -> list[bytes]:
-        now_s = self._clock.monotonic_s()
+        now_s = self._runtime.monotonic_s()
         if not self._served.take(peer_id, now_s, len(held) + self._limits.request_bytes):
             raise LimitError(f"{peer_id} reconciles more often than it may", reason="reconcile_rate")
         elsewhere = {held[at : at + SHORT_DIGEST_BYTES] for at in range(0, len(held), SHORT_DIGEST_BYTES)}
-        envelopes = self._store.missing(
+        envelopes = self.store.missing(
             elsewhere,
             max_count=self._limits.batch_count,
             max_bytes=self._limits.batch_bytes,
-            now_ms=self._clock.now_ms(),
+            now_ms=self._runtime.now_ms(),
         )
         if not self._served.take(peer_id, now_s, sum(map(len, envelopes))):
             raise LimitError(f"{peer_id} was sent more than it may ask for", reason="reconcile_rate")
@@ -323,7 +310,7 @@ class Gossip:
         """New neighbours at once, a random few of all every interval; each in its own task, one at a time."""
         sessions: dict[PeerId, asyncio.Task[None]] = {}
         connected: dict[PeerId, None] = {}
-        next_round_s = self._clock.monotonic_s() + self._limits.reconcile_interval_s
+        next_round_s = self._runtime.monotonic_s() + self._limits.reconcile_interval_s
         async with asyncio.TaskGroup() as group:
             while True:
                 before = connected
@@ -332,11 +319,12 @@ class Gossip:
                 except TransportError:
                     connected = {}
                 due = [peer_id for peer_id in connected if peer_id not in before]
-                if self._clock.monotonic_s() >= next_round_s:
-                    next_round_s = self._clock.monotonic_s() + self._limits.reconcile_interval_s
-                    self._store.expire(self._clock.now_ms())
+                if self._runtime.monotonic_s() >= next_round_s:
+                    next_round_s = self._runtime.monotonic_s() + self._limits.reconcile_interval_s
+                    self.store.expire(self._runtime.now_ms())
                     count = min(self._limits.reconcile_neighbours, len(connected))
-                    due += [peer for peer in self._rng.sample(list(connected), count) if peer not in due]
+                    drawn = self._runtime.rng.sample(list(connected), count)
+                    due += [peer_id for peer_id in drawn if peer_id not in due]
                 for peer_id in due:
                     if self._is_member(peer_id) and (peer_id not in sessions or sessions[peer_id].done()):
                         sessions[peer_id] = group.create_task(self._ask(peer_id))
@@ -354,15 +342,15 @@ class Gossip:
                 finally:
                     await stream.close()
         except TimeoutError:
-            self._refusals.add(peer_id, "deadline")
+            self._peers.refused(peer_id, "deadline")
         except RemoteProtocolError as error:
-            self._refusals.add(peer_id, error.reason)
+            self._peers.refused(peer_id, error.reason)
         except TransportError as error:
             logger.debug("reconciliation with %s ended: %s", peer_id, error)
 
     async def _fetch_batch(self, stream: Stream) -> bool:
         """One request and its reply; returns whether to ask again."""
-        held = b"".join([*self._store.short_digests(), *self._refused])
+        held = b"".join([*self.store.short_digests(), *self._refused])
         await stream.send(encode(ReconcileRequest(self._topic, held)))
         reply = decode(await stream.receive(_MAX_REPLY_BYTES), ReconcileReply, max_bytes=_MAX_REPLY_BYTES)
         new = refused = 0
@@ -373,7 +361,7 @@ class Gossip:
             except ReplayError as error:  # no fault of an honest neighbour, and it will not send this again
                 logger.debug("%s relays what was counted before: %s", stream.peer_id, error)
             except RemoteProtocolError as error:
-                self._refusals.add(stream.peer_id, error.reason)
+                self._peers.refused(stream.peer_id, error.reason)
                 refused += 1
             if refused > _MAX_BAD_ENVELOPES or number + 1 - new > _MAX_USELESS_ENVELOPES:
                 return False

@@ -28,7 +28,6 @@ from node.clock import Clock
 from node.compute import Compute, Lane
 from node.events import EventBus, Notice, NoticeLevel, RolledBack, StepDone
 from node.peers.book import PeerBook
-from node.peers.trust import TrustBook
 from node.rollout.policy import Policy
 from node.share.accepted import Accepted
 from node.share.pool import PooledGroup, ReplayPool
@@ -78,7 +77,6 @@ class TrainStage:
         pool: ReplayPool,
         pooled: asyncio.Event,
         peers: PeerBook,
-        trust: TrustBook,
         answered: AnsweredPrompts,
         rules: VerificationRules,
         lineage: Lineage,
@@ -114,7 +112,6 @@ class TrainStage:
         self._pool = pool
         self._pooled = pooled
         self._peers = peers
-        self._trust = trust
         self._answered = answered
         self._capability = CapabilityTracker(CAPABILITY_STEPS * plan.local_groups)
         self._ingestion: dict[Digest, LogprobRows] = {}
@@ -267,7 +264,7 @@ class TrainStage:
     def _unfit(self, pooled: PooledGroup) -> bool:
         """Gates: too old, too far behind its lineage, or its author is in quarantine."""
         group = pooled.group
-        return self._trust.quarantined(group.author, self._window()) or not self._staleness(group).fresh
+        return self._peers.quarantined(group.author) or not self._staleness(group).fresh
 
     def _staleness(self, group: RolloutGroup) -> Staleness:
         """Of a follower's group against the version trained here; of another lineage's against the newest
@@ -275,7 +272,8 @@ class TrainStage:
         if group.lineage == self._lineage:
             newest = self._trainer.policy_version
         else:
-            newest = self._peers.newest_version(group.author, group.lineage)
+            heard = self._peers.newest_version(group.author, group.lineage)
+            newest = heard if heard is not None else group.policy_version
         window = int(self._window())
         return judge_staleness(group.policy_version, newest, group.prompt.window, window, self._rules)
 
@@ -314,7 +312,7 @@ class TrainStage:
             own_rewards=own_rewards,
             other_rewards=agents,
             capability={agent: self._capability.value(agent) for agent in (OWN_SOURCE, author, *agents)},
-            trust=self._trust.trust(author, self._window()),
+            trust=self._peers.trust(author),
             lag=staleness.lag,
             age_windows=staleness.age_windows,
             own_lineage=group.lineage == self._lineage,

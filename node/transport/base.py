@@ -16,9 +16,13 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from protocol.constants import MAX_FRAME_BYTES
 from protocol.messages import PeerId
+
+if TYPE_CHECKING:
+    from node.transport.limits import Refusals
 
 __all__ = [
     "ConnectedPeer",
@@ -106,6 +110,8 @@ class Transport(ABC):
     """A node's network. One event loop owns it; all methods are called from that loop."""
 
     peer_id: PeerId
+    refusals: Refusals
+    """What was refused so far, by peer and reason; the node's book about peers counts on in it."""
 
     @abstractmethod
     async def start(self) -> None:
@@ -158,9 +164,9 @@ class Transport(ABC):
         `RemoteProtocolError` is counted against the peer. The handler ends after `deadline_s` seconds, as
         does every one by default after `stream_timeout_s`, which each single frame must keep in any case."""
 
-    @abstractmethod
     def counters(self) -> dict[tuple[PeerId, str], int]:
         """Refusals so far by (peer, reason)."""
+        return self.refusals.counters()
 
     @property
     @abstractmethod

@@ -94,9 +94,9 @@ class HivemindTransport(Transport):
         self._limits = limits or TransportLimits()
         self._rng = rng or random.Random()
         self._max_daemon_bytes = max_daemon_bytes
-        self._refusals = Refusals()
-        self._gate = StreamGate(self._limits, self._refusals)
-        self._dht_guard = DhtGuard(self._limits, self._refusals)
+        self.refusals = Refusals()
+        self._gate = StreamGate(self._limits, self.refusals)
+        self._dht_guard = DhtGuard(self._limits, self.refusals)
         self._session: Session | None = None
         self._session_changed = asyncio.Event()
         self._supervisor: asyncio.Task[None] | None = None
@@ -140,9 +140,6 @@ class HivemindTransport(Transport):
         """Of the running daemon; None while there is none."""
         return self._session.process_id if self._session is not None else None
 
-    def counters(self) -> dict[tuple[PeerId, str], int]:
-        return self._refusals.counters()
-
     async def _supervise(self) -> None:
         failures = 0
         while True:
@@ -182,7 +179,7 @@ class HivemindTransport(Transport):
 
         async def dht(p2p: P2P) -> DHTNode:
             return await open_dht(
-                p2p, self.peer_id, self._validate_record, self._dht_guard, self._limits, self._refusals
+                p2p, self.peer_id, self._validate_record, self._dht_guard, self._limits, self.refusals
             )
 
         session = await Session.open(self.peer_id, self._identity_path, self._listen, dht)
@@ -292,7 +289,7 @@ class HivemindTransport(Transport):
 
     @asynccontextmanager
     async def _subscribe(self, topic: str) -> AsyncIterator[AsyncIterator[Gossiped]]:
-        subscription = Subscription(topic, self.peer_id, self._limits, self._refusals)
+        subscription = Subscription(topic, self.peer_id, self._limits, self.refusals)
         try:
             await self._call(
                 f"subscribing to {topic}",
@@ -323,7 +320,7 @@ class HivemindTransport(Transport):
                 try:
                     public_key(sender)
                 except SignatureError:
-                    self._refusals.add(sender[:64], "sender")
+                    self.refusals.add(sender[:64], "sender")
                     continue
                 subscription.offer(sender, message.data, loop.time())
         except STACK_ERRORS as error:

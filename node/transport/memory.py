@@ -307,9 +307,9 @@ class MemoryTransport(Transport):
         self._network = network
         self._validate_record = validate_record
         self._limits = limits
-        self._refusals = Refusals()
-        self._gate = StreamGate(limits, self._refusals)
-        self._held = HeldRecords(validate_record, limits, self._refusals)
+        self.refusals = Refusals()
+        self._gate = StreamGate(limits, self.refusals)
+        self._held = HeldRecords(validate_record, limits, self.refusals)
         self._handlers: dict[str, tuple[StreamHandler, float | None]] = {}
         self._subscriptions: list[Subscription] = []
         self._seen: OrderedDict[int, None] = OrderedDict()
@@ -375,7 +375,7 @@ class MemoryTransport(Transport):
     @asynccontextmanager
     async def _subscribe(self, topic: str) -> AsyncIterator[AsyncIterator[Gossiped]]:
         self._require_up()
-        subscription = Subscription(topic, self.peer_id, self._limits, self._refusals)
+        subscription = Subscription(topic, self.peer_id, self._limits, self.refusals)
         self._subscriptions.append(subscription)
         try:
             yield subscription.queue
@@ -475,9 +475,6 @@ class MemoryTransport(Transport):
         self._handlers[protocol] = (handler, deadline_s)
 
     # --- state ---
-
-    def counters(self) -> dict[tuple[PeerId, str], int]:
-        return self._refusals.counters()
 
     @property
     def restarts(self) -> int:

@@ -10,8 +10,8 @@ announcements before anything is fetched.
 
 from __future__ import annotations
 
+from node.peers.book import PeerBook
 from node.verify.base import ACCEPT, Sighting, Verdict, reject
-from node.verify.ledger import Ledger
 from node.verify.lineage import OwnLineage
 from node.weight.staleness import judge_staleness
 from protocol.constants import MAX_CLOCK_SKEW_MS
@@ -28,9 +28,9 @@ class Freshness:
     name = "freshness"
     hard = True
 
-    def __init__(self, charter: Charter, ledger: Ledger, own: OwnLineage | None = None) -> None:
+    def __init__(self, charter: Charter, peers: PeerBook, own: OwnLineage | None = None) -> None:
         self._charter = charter
-        self._ledger = ledger
+        self._peers = peers
         self._own = own
 
     def check(self, item: Sighting) -> Verdict:
@@ -53,4 +53,5 @@ class Freshness:
         lineage = item.announcement.lineage
         if self._own is not None and lineage == self._own.lineage:
             return self._own.version()
-        return self._ledger.newest_version(item.sender, lineage)
+        newest = self._peers.newest_version(item.sender, lineage)
+        return newest if newest is not None else item.announcement.policy_version

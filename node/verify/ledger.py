@@ -1,24 +1,24 @@
-"""What each author announced: its slots per window and its newest version, bounded whatever peers do.
+"""What each author announced: its slots per window, bounded whatever peers do.
 
-For: equivocation (one group per author, window and slot), duplicates, the skip share, and the newest version
-of a lineage. Filled by `Verifier.observe` from every announcement whose slot is genuine, bodies or not. Per
-author at most `slots_per_window` entries of the few windows that are still fresh; authors leave in order of
-last use.
+For: equivocation (one group per author, window and slot), duplicates and the skip share. Filled by
+`Verifier.observe` from every announcement whose slot is genuine, bodies or not. Per author at most
+`slots_per_window` entries of the few windows that are still fresh; the author whose last receipt is oldest
+leaves first. Not for versions: those are in the book about peers.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+from cachetools import FIFOCache
 
 from protocol.codec import encode
-from protocol.messages import Announcement, Lineage, PeerId
+from protocol.messages import Announcement, PeerId
 
 __all__ = ["Ledger"]
 
 MAX_AUTHORS = 512
-MAX_LINEAGES_PER_AUTHOR = 4
 
 
 @dataclass(slots=True)
@@ -27,43 +27,28 @@ class _Slot:
     judged: bool = False
 
 
-@dataclass(slots=True)
-class _Author:
-    windows: dict[int, dict[int, _Slot]] = field(default_factory=dict)
-    versions: OrderedDict[Lineage, int] = field(default_factory=OrderedDict)
-
-
 class Ledger:
     """Receipts by author, window and slot. `max_windows` bounds how many windows of an author are kept."""
 
     def __init__(self, max_windows: int, max_authors: int = MAX_AUTHORS) -> None:
         self._max_windows = max_windows
-        self._max_authors = max_authors
-        self._authors: OrderedDict[PeerId, _Author] = OrderedDict()
+        self._windows: FIFOCache[PeerId, dict[int, dict[int, _Slot]]] = FIFOCache(max_authors)
+        """By author: slots by window and number."""
 
     def __len__(self) -> int:
-        return sum(len(slots) for author in self._authors.values() for slots in author.windows.values())
+        return sum(len(slots) for windows in self._windows.values() for slots in windows.values())
 
     def claim(self, sender: PeerId, announcement: Announcement) -> bool:
         """Enter the slot's first receipt. False when the slot already has a different one. Repeating is
         harmless."""
-        author = self._author(sender)
+        windows = self._windows[sender] = self._windows.get(sender, {})
         prompt = announcement.prompt
-        slots = author.windows.setdefault(prompt.window, {})
-        while len(author.windows) > self._max_windows:
-            del author.windows[min(author.windows)]
+        slots = windows.setdefault(prompt.window, {})
+        while len(windows) > self._max_windows:
+            del windows[min(windows)]
         receipt = hashlib.sha256(encode(announcement)).digest()
         first = slots.setdefault(prompt.slot, _Slot(receipt))
-        if first.receipt != receipt:
-            return False
-        versions = author.versions
-        versions[announcement.lineage] = max(
-            versions.get(announcement.lineage, 0), announcement.policy_version
-        )
-        versions.move_to_end(announcement.lineage)
-        while len(versions) > MAX_LINEAGES_PER_AUTHOR:
-            versions.popitem(last=False)
-        return True
+        return first.receipt == receipt
 
     def start_judging(self, sender: PeerId, announcement: Announcement) -> bool:
         """Mark a claimed slot as judged or being judged. False when it already was."""
@@ -79,25 +64,10 @@ class Ledger:
         if slot is not None:
             slot.judged = False
 
-    def newest_version(self, sender: PeerId, lineage: Lineage) -> int:
-        """Newest version the sender announced for this lineage, 0 before the first."""
-        author = self._authors.get(sender)
-        return author.versions.get(lineage, 0) if author is not None else 0
-
     def slots_seen(self, sender: PeerId, window: int) -> tuple[int, ...]:
         """The slots of a window for which this author gave a receipt, ascending."""
-        author = self._authors.get(sender)
-        return tuple(sorted(author.windows.get(window, ()))) if author is not None else ()
-
-    def _author(self, sender: PeerId) -> _Author:
-        author = self._authors.setdefault(sender, _Author())
-        self._authors.move_to_end(sender)
-        while len(self._authors) > self._max_authors:
-            self._authors.popitem(last=False)
-        return author
+        return tuple(sorted(self._windows.get(sender, {}).get(window, ())))
 
     def _slot(self, sender: PeerId, announcement: Announcement) -> _Slot | None:
-        author = self._authors.get(sender)
-        if author is None:
-            return None
-        return author.windows.get(announcement.prompt.window, {}).get(announcement.prompt.slot)
+        prompt = announcement.prompt
+        return self._windows.get(sender, {}).get(prompt.window, {}).get(prompt.slot)

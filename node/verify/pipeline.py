@@ -20,6 +20,7 @@ from dataclasses import replace
 from node.clock import Clock
 from node.compute import Compute, Lane
 from node.events import CheckCount, CheckOutcome
+from node.peers.book import PeerBook
 from node.rollout.environment import Prompt
 from node.share.accepted import Accepted
 from node.verify.base import ACCEPT, Candidate, Check, Decision, Item, Judgement, Sighting, Verdict, reject
@@ -88,6 +89,7 @@ class Verifier:
         self,
         charter: Charter,
         swarm_id: Digest,
+        peers: PeerBook,
         *,
         clock: Clock,
         compute: Compute,
@@ -108,7 +110,7 @@ class Verifier:
         self._ledger = Ledger(max_windows=charter.rules.max_age_windows + 1 + ahead)
         self._copies = Copies()
         self._lineage = LineageClaim(own)
-        self._freshness = Freshness(charter, self._ledger, own)
+        self._freshness = Freshness(charter, peers, own)
         self._slot = SlotDerivation(charter, swarm_id, self._ledger)
         self._cheap: tuple[Check, ...] = (
             self._lineage,

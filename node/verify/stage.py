@@ -7,12 +7,11 @@ itself is `pipeline.py`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 from node.clock import Clock
 from node.events import EventBus, GroupJudged, inert
 from node.peers.book import PeerBook
-from node.peers.trust import Hardness, TrustBook
+from node.peers.trust import Hardness
 from node.share.collect import Fetched
 from node.share.pool import PooledGroup, ReplayPool
 from node.supervise import StageGauge
@@ -39,10 +38,8 @@ class VerifyStage:
         *,
         queue: asyncio.Queue[Fetched],
         pool: ReplayPool,
-        trust: TrustBook,
         peers: PeerBook,
         answered: AnsweredPrompts,
-        window: Callable[[], float],
         clock: Clock,
         bus: EventBus,
         gauge: StageGauge,
@@ -51,10 +48,8 @@ class VerifyStage:
         self._verifier = verifier
         self._queue = queue
         self._pool = pool
-        self._trust = trust
         self._peers = peers
         self._answered = answered
-        self._window = window
         self._clock = clock
         self._bus = bus
         self._gauge = gauge
@@ -82,16 +77,15 @@ class VerifyStage:
 
     def _book(self, author: PeerId, judgement: Judgement) -> None:
         """What the judgement means for its author."""
-        window = self._window()
-        if judgement.accepted and judgement.group is not None:
-            age_windows = max(0.0, window - judgement.group.prompt.window - 1)
-            self._peers.accepted(author, judgement.group.policy_version, age_windows)
-            self._trust.record(author, Hardness.SOFT if judgement.suspicions else Hardness.ACCEPTED, window)
+        group = judgement.group
+        if judgement.accepted and group is not None:
+            self._peers.accepted(author, group.policy_version, group.lineage, group.prompt.window)
+            self._peers.judged(author, Hardness.SOFT if judgement.suspicions else Hardness.ACCEPTED)
             return
         self._peers.rejected(author, judgement.reason)
         if judgement.blames_author:
             found = Hardness.SOFT if judgement.reason in UNCERTAIN_REASONS else Hardness.HARD
-            self._trust.record(author, found, window)
+            self._peers.judged(author, found)
 
     def _event(self, fetched: Fetched, judgement: Judgement) -> GroupJudged:
         announcement, group = fetched.heard.announcement, judgement.group

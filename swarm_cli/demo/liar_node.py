@@ -24,7 +24,9 @@ from node.compute import Lane, ThreadCompute
 from node.config import NodeConfig, load_config
 from node.events import EventBus, NoticeLevel
 from node.membership import Membership
+from node.peers.book import PeerBook
 from node.peers.presence import Presence
+from node.peers.trust import TrustSettings
 from node.rollout.engine.base import Engine
 from node.rollout.generate import Generator
 from node.rollout.policy import Policy
@@ -43,10 +45,10 @@ from node.transport import open_transport
 from node.transport.base import Transport
 from protocol.charter import swarm_id
 from protocol.codec import decode
-from protocol.constants import MAX_BLOB_BYTES, PROTOCOL_VERSION
+from protocol.constants import MAX_BLOB_BYTES
 from protocol.errors import RemoteProtocolError, TransportError
 from protocol.identity import Identity
-from protocol.messages import Charter, Lineage, PeerRecord, PromptRef, RolloutGroup
+from protocol.messages import Charter, Lineage, PromptRef, RolloutGroup
 from protocol.records import record_validator
 from swarm_cli.liar import Liar, Lie
 
@@ -94,25 +96,19 @@ class LiarNode:
         )
         self._used: set[tuple[int, int]] = set()
         self._copyable: OrderedDict[tuple[int, int], RolloutGroup] = OrderedDict()
-        self.gossip = Gossip(transport, identity, charter, clock, sequence.next)
+        peers = PeerBook(self._runtime, membership, TrustSettings())
+        self.gossip = Gossip(self._runtime, membership, peers, transport, sequence)
         self._publisher = Publisher(transport, self.gossip, charter)
-        record = PeerRecord(
-            name=config.name,
-            protocol_version=PROTOCOL_VERSION,
-            addresses=transport.addresses()[:16],
-            lineage=lineage,
-        )
         self.presence = Presence(
+            self._runtime,
+            membership,
+            peers,
             transport,
-            identity,
-            charter,
-            clock,
-            record=lambda: record,
-            next_sequence=sequence.next,
+            sequence,
+            name=config.name,
             bootstraps=config.network.bootstraps,
-            refused=lambda peer_id, reason: None,
-            notice=lambda level, text: None,
         )
+        self.presence.lineage = lineage
 
     async def listen(self) -> None:
         """Fetch every offered body: material for copies."""

@@ -48,6 +48,7 @@ from protocol.messages import (
 from protocol.prompts import slots
 from protocol.rollouts import single_turn
 from swarm_cli.liar import Liar, Lie
+from tests.node.runtimes import make_peers, make_runtime
 from tests.node.verify.world import EPOCH_MS, FixedClock, announcement_of, candidate, fingerprint, identity
 from tests.rollouts import changed
 
@@ -102,6 +103,7 @@ def make_verifier(scorer: GroupScorer, *, enabled: bool = True) -> Verifier:
     return Verifier(
         CHARTER,
         SWARM_ID,
+        make_peers(make_runtime(FixedClock(EPOCH_MS)), identity("node"), CHARTER)[1],
         clock=FixedClock(EPOCH_MS),
         compute=InlineCompute({}),
         item_at=universe().item,

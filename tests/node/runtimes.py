@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from typing import Any
 
 from node.clock import VIRTUAL_EPOCH_MS, Clock, VirtualClock
 from node.compute import InlineCompute, Lane
 from node.events import Event, EventBus, Notice
+from node.membership import Membership
+from node.peers.book import PeerBook
+from node.peers.trust import TrustSettings
 from node.runtime import Runtime
+from node.transport.limits import Refusals
+from protocol.identity import Identity
+from protocol.messages import Charter
 
-__all__ = ["ManualClock", "make_runtime", "notices_of"]
+__all__ = ["ManualClock", "make_peers", "make_runtime", "notices_of"]
 
 
 class ManualClock:
@@ -42,3 +49,16 @@ def make_runtime(
 def notices_of(events: list[Event]) -> list[str]:
     """What the operator was told, in order."""
     return [event.text for event in events if isinstance(event, Notice)]
+
+
+def make_peers(
+    runtime: Runtime,
+    identity: Identity,
+    charter: Charter,
+    *,
+    refusals: Refusals | None = None,
+    **settings: Any,
+) -> tuple[Membership, PeerBook]:
+    """A member of the swarm of `charter` and its book about the others; `settings` are those of trust."""
+    membership = Membership(identity, charter, runtime.clock)
+    return membership, PeerBook(runtime, membership, TrustSettings(**settings), refusals=refusals)

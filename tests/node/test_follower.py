@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import dataclasses
 import re
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -318,9 +317,9 @@ def test_an_owner_that_signs_what_is_not_so_is_left_for_another(
             rows = {row.peer_id: row for row in follower.of(PeersSeen)[-1].peers}
             assert rows[liar.peer_id].trust == 0
             assert rows[other.peer_id].trust == 0.5
-            counted = Counter({reason: n for (_, reason), n in follower.node._refused.counters().items()})
+            counted = follower.node._peers.refusals()
             assert sum(n for reason, n in counted.items() if reason.startswith("delta_")) == 1
-            (standing,) = [each for each in follower.node._trust.standings() if each.peer == liar.peer_id]
+            (standing,) = [each for each in follower.node._peers.standings() if each.peer == liar.peer_id]
             assert 0.9 < standing.hard <= 1  # once
 
     run_virtual(main())
@@ -343,7 +342,7 @@ def test_an_owner_whose_finite_weights_give_no_numbers_is_left_for_another(
             _, left, _ = (notice.text for notice in follower.of(Notice))
             assert left.startswith(f"{liar.peer_id} signed a version that is of no use (version ")
             assert "NaN or infinite" in left
-            assert follower.node._trust.trust(liar.peer_id, follower.node._window()) == 0
+            assert follower.node._peers.trust(liar.peer_id) == 0
             assert made(follower)[-1].at >= reached.at
 
     run_virtual(main())

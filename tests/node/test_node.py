@@ -183,8 +183,7 @@ def test_refusals_of_invented_peers_are_bounded_and_their_sum_is_right(
         async with ToySwarm(tmp_path, policies) as swarm:
             node = (await swarm.add("alice")).node
             for number in range(5000):
-                node._refuse(f"invented {number}", "decode")
-            assert len(node._refused.counters()) <= 1024
+                node._peers.refused(f"invented {number}", "decode")
             assert node._health_now().refused == {"decode": 5000}
             node._emit_peers()
             assert len(swarm.toys[0].of(PeersSeen)[-1].peers) <= 1024
@@ -616,7 +615,7 @@ def test_a_restarted_node_goes_on_and_its_peers_take_it_back(
             assert notice.text == "goes on from the checkpoint of version 8"
             assert sorted(path.name for path in folder.iterdir()) == ["v11", "v14"]
             # what was known of others is known again, and others take what comes
-            known = alice.node._trust.trust(bob.peer_id, 4.0)
+            known = alice.node._peers.trust(bob.peer_id)
             assert again.parts.standings[0].peer == bob.peer_id
             assert again.parts.standings[0].accepted > 3
             assert known > 0.7

@@ -13,9 +13,12 @@ import msgspec
 import pytest
 
 from node.clock import SystemClock, VirtualClock, run_virtual
+from node.events import Event, Notice
 from node.peers import presence
 from node.peers.presence import Presence, ask_clock, clock_skew_ms, fetch_charter, say_hello
+from node.state.stores import MemorySequence
 from node.transport.base import Stream, StreamHandler
+from node.transport.limits import Refusals
 from node.transport.memory import MemoryNetwork, MemoryTransport
 from protocol.charter import MAX_CHARTER_BYTES, charter_bytes, found, swarm_id
 from protocol.codec import decode, encode
@@ -26,6 +29,7 @@ from protocol.messages import Charter, Hello, HelloReply, Lineage, PeerRecord
 from protocol.preamble import PREAMBLE
 from protocol.records import open_record, record_validator, seal_record
 from protocol.topics import CHARTER_PROTOCOL, HELLO_PROTOCOL, peer_key
+from tests.node.runtimes import make_peers, make_runtime
 from tests.node.verify.world import identity
 
 RULES: dict[str, Any] = {
@@ -46,28 +50,36 @@ def record_of(one: Identity, addresses: tuple[str, ...] | None = None) -> PeerRe
 
 
 class Member:
-    """One node's presence and what it was told."""
+    """One node's presence, what it told its operator, and what it refused beside the transport."""
 
     def __init__(self, town: Town, one: Identity, charter: Charter, bootstraps: tuple[str, ...]) -> None:
         self.transport: MemoryTransport = town.network.transport(
             one.peer_id, validate_record=record_validator(swarm_id(charter), town.clock.now_ms)
         )
-        self.record = record_of(one)
         self.notices: list[tuple[str, str]] = []
-        self.refused: list[tuple[str, str]] = []
-        sequence = itertools.count(1)
+        self.refusals = Refusals()
+        runtime = make_runtime(town.clock)
+        runtime.bus.subscribe(self._told)
+        membership, peers = make_peers(runtime, one, charter, refusals=self.refusals)
         self.presence = Presence(
+            runtime,
+            membership,
+            peers,
             self.transport,
-            one,
-            charter,
-            town.clock,
-            record=lambda: self.record,
-            next_sequence=lambda: next(sequence),
+            MemorySequence(1),
+            name="node",
             bootstraps=bootstraps,
-            refused=lambda peer_id, reason: self.refused.append((peer_id, reason)),
-            notice=lambda level, text: self.notices.append((level, text)),
         )
+        self.presence.lineage = record_of(one).lineage
         self.task: asyncio.Task[None] | None = None
+
+    def _told(self, event: Event) -> None:
+        assert isinstance(event, Notice)
+        self.notices.append((event.level, event.text))
+
+    @property
+    def refused(self) -> dict[tuple[str, str], int]:
+        return self.refusals.counters()
 
 
 class Town:
@@ -177,7 +189,7 @@ def test_another_lineage_is_told_to_every_neighbour_at_once() -> None:
         await asyncio.sleep(5)
         owned = Lineage(BOB.peer_id, "b" * 64, "a" * 64)
         assert bob.presence.known[ALICE.peer_id].lineage != owned
-        alice.record = msgspec.structs.replace(alice.record, lineage=owned)
+        alice.presence.lineage = owned
         await asyncio.sleep(2)
         for member in (bob, carol):
             assert member.presence.known[ALICE.peer_id].lineage == owned
@@ -239,7 +251,7 @@ def test_another_version_is_told_on_both_sides_in_one_sentence_whatever_fields_i
         await asyncio.sleep(30)
         sentence = f"no handshake with {BOB.peer_id}: {VERSION_1}"
         assert alice.notices == [("warning", sentence)]
-        assert alice.refused == [(BOB.peer_id, "version")]  # and is not asked every second
+        assert alice.refused == {(BOB.peer_id, "version"): 1}  # and is not asked every second
         # The other way round: the older one connects, and is told our version before it says more.
         other = await town.stranger(FOUNDER)
         for _ in range(3):
@@ -341,7 +353,7 @@ def test_a_neighbour_without_handshake_is_no_error() -> None:
         stranger = await town.stranger(BOB)
         await stranger.connect(alice.transport.addresses()[0])
         await asyncio.sleep(5)
-        assert (alice.presence.known, alice.refused, alice.notices) == ({}, [], [])
+        assert (alice.presence.known, alice.refused, alice.notices) == ({}, {}, [])
         assert alice.presence.connected == {BOB.peer_id}
 
     town(test)
@@ -449,12 +461,25 @@ def test_a_neighbour_that_vanishes_and_comes_back_is_there_again() -> None:
         assert bob.presence.connected == {ALICE.peer_id}
         assert alice.presence.connected == {BOB.peer_id}
         assert bob.presence.known == {ALICE.peer_id: record_of(ALICE)}
-        assert (alice.refused, bob.refused) == ([], [])
+        assert (alice.refused, bob.refused) == ({}, {})
 
     town(test)
 
 
 # --- the way to further peers ------------------------------------------------------------------------------
+
+
+def counted_reads(town: Town, member: Member) -> list[tuple[float, str]]:
+    """Time and key of whatever this member reads from the DHT from now on."""
+    reads: list[tuple[float, str]] = []
+    get = member.transport.get
+
+    async def counted(key: str) -> bytes | None:
+        reads.append((town.clock.monotonic_s(), key))
+        return await get(key)
+
+    member.transport.get = counted  # type: ignore[method-assign]
+    return reads
 
 
 def test_two_who_know_only_a_third_find_each_other_through_the_dht() -> None:
@@ -481,43 +506,44 @@ def test_address_in_a_record_must_be_its_owners() -> None:
         bob = await town.settle(BOB, ALICE.peer_id)
         await town.stranger(FOUNDER)
         carol = await town.settle(CAROL, ALICE.peer_id)
-        carol.record = record_of(CAROL, (f"/memory/p2p/{FOUNDER.peer_id}", "nonsense", ""))
+        honest = carol.transport.addresses
+        carol.transport.addresses = lambda: (f"/memory/p2p/{FOUNDER.peer_id}", "nonsense", "")  # type: ignore[method-assign]
         await asyncio.sleep(3)
         bob.presence.seek(CAROL.peer_id)
         await asyncio.sleep(60)
         assert bob.presence.connected == {ALICE.peer_id}
-        carol.record = record_of(CAROL)  # the new address is stored soon
+        carol.transport.addresses = honest  # type: ignore[method-assign]  # the new address is stored soon
         await asyncio.sleep(90)
         assert bob.presence.connected == {ALICE.peer_id, CAROL.peer_id}
 
     town(test)
 
 
-def test_who_is_not_found_is_sought_ever_more_rarely_and_only_a_few_at_a_time() -> None:
+def test_only_a_few_are_sought_at_a_time() -> None:
     async def test(town: Town) -> None:
         await town.settle(ALICE)
         bob = await town.settle(BOB, ALICE.peer_id)
         await asyncio.sleep(3)
-        reads: list[tuple[float, str]] = []
-        get = bob.transport.get
-
-        async def counted(key: str) -> bytes | None:
-            reads.append((town.clock.monotonic_s(), key))
-            return await get(key)
-
-        bob.transport.get = counted  # type: ignore[method-assign]
+        reads = counted_reads(town, bob)
         bob.presence.seek(BOB.peer_id)
         bob.presence.seek(ALICE.peer_id)
         for number in range(presence.SOUGHT_PEERS + 50):
             bob.presence.seek(identity(f"ghost{number}").peer_id)
-        assert len(bob.presence._sought) == presence.SOUGHT_PEERS
+        assert len(bob.presence.sought) == presence.SOUGHT_PEERS
         await asyncio.sleep(30)
         rounds = Counter(at_s for at_s, _ in reads)
         assert max(rounds.values()) == presence.SEEK_PER_ROUND
         assert not any(one.peer_id in key for _, key in reads for one in (ALICE, BOB))
-        bob.presence._sought.clear()
-        await asyncio.sleep(5)
-        reads.clear()
+
+    town(test)
+
+
+def test_who_is_not_found_is_sought_ever_more_rarely() -> None:
+    async def test(town: Town) -> None:
+        await town.settle(ALICE)
+        bob = await town.settle(BOB, ALICE.peer_id)
+        await asyncio.sleep(3)
+        reads = counted_reads(town, bob)
         bob.presence.seek(CAROL.peer_id)
         await asyncio.sleep(2000)
         pauses = [later - earlier for (earlier, _), (later, _) in itertools.pairwise(reads)]
@@ -549,7 +575,7 @@ def test_search_that_hangs_stops_neither_handshakes_nor_itself() -> None:
         bob.presence.seek(CAROL.peer_id)
         await asyncio.sleep(presence.SEEK_TIMEOUT_S + 5)
         assert CAROL.peer_id in bob.presence.connected
-        assert alice.refused == newcomer.refused == []
+        assert alice.refused == newcomer.refused == {}
 
     town(test)
 
@@ -733,6 +759,7 @@ async def test_two_real_nodes_who_know_only_a_third_become_neighbours(tmp_path: 
     clock = SystemClock()
     transports: list[HivemindTransport] = []
     presences: list[Presence] = []
+    refusals = Refusals()
     tasks: list[asyncio.Task[None]] = []
 
     async def settle(one: Identity) -> None:
@@ -743,20 +770,21 @@ async def test_two_real_nodes_who_know_only_a_third_become_neighbours(tmp_path: 
         transport = HivemindTransport(path, validate_record=validate)
         await transport.start()
         transports.append(transport)
-        sequence = itertools.count(1)
+        runtime = make_runtime(clock)
+        runtime.bus.subscribe(lambda event: pytest.fail(str(event)))
+        membership, peers = make_peers(runtime, one, CHARTER, refusals=refusals)
         presences.append(
             Presence(
+                runtime,
+                membership,
+                peers,
                 transport,
-                one,
-                CHARTER,
-                clock,
-                record=lambda: record_of(one, transport.addresses()),
-                next_sequence=lambda: next(sequence),
+                MemorySequence(1),
+                name="node",
                 bootstraps=transports[0].addresses()[:1] if len(transports) > 1 else (),
-                refused=lambda peer_id, reason: pytest.fail(f"{peer_id} refused: {reason}"),
-                notice=lambda level, text: pytest.fail(text),
             )
         )
+        presences[-1].lineage = record_of(one).lineage
         tasks.append(asyncio.create_task(presences[-1].run()))
 
     async def eventually(met: Callable[[], bool]) -> None:
@@ -769,7 +797,7 @@ async def test_two_real_nodes_who_know_only_a_third_become_neighbours(tmp_path: 
     for one in (ALICE, BOB, CAROL):
         await settle(one)
     bob, carol = presences[1:]
-    await eventually(lambda: None not in (bob._stored, carol._stored))
+    await eventually(lambda: None not in (bob.stored, carol.stored))
     bob.seek(CAROL.peer_id)
     await eventually(lambda: {BOB.peer_id, CAROL.peer_id} <= bob.known.keys() | carol.known.keys())
     await eventually(lambda: CAROL.peer_id in bob.connected and BOB.peer_id in carol.connected)
@@ -777,8 +805,9 @@ async def test_two_real_nodes_who_know_only_a_third_become_neighbours(tmp_path: 
     reply, _ = await say_hello(transports[1], CAROL.peer_id, Hello(swarm_id(CHARTER), record_of(BOB)), clock)
     assert reply.peer == record_of(CAROL, transports[2].addresses())
     # What a node reads that nobody has connected to carol yet.
-    assert await bob._look_up(CAROL.peer_id) == transports[2].addresses()
+    assert await bob.look_up(CAROL.peer_id) == transports[2].addresses()
     assert await transports[1].connect(transports[2].addresses()[0]) == CAROL.peer_id
+    assert refusals.counters() == {}
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
-import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -15,7 +13,9 @@ import pytest
 from node.clock import VIRTUAL_EPOCH_MS, SystemClock, VirtualClock, run_virtual
 from node.share.gossip import Gossip, GossipLimits
 from node.share.held import AnnouncementStore, Heard, HeldAnnouncement, short_digest
+from node.state.stores import MemorySequence
 from node.transport.base import Stream, TransportLimits
+from node.transport.limits import Refusals
 from node.transport.links import LINKS, Fault
 from node.transport.memory import MemoryNetwork, MemoryTransport
 from protocol.charter import found, swarm_id
@@ -34,6 +34,7 @@ from protocol.messages import (
 )
 from protocol.replay import ReplayCache
 from protocol.topics import RECONCILE_PROTOCOL, announcement_topic
+from tests.node.runtimes import make_peers, make_runtime
 
 TTL_MS = 600_000
 IDENTITIES = [Identity.from_seed(bytes([number + 1]) * 32) for number in range(10)]
@@ -91,6 +92,8 @@ class Swarm:
         self.charter = charter
         self.transports: list[MemoryTransport] = []
         self.gossips: list[Gossip] = []
+        self.refusals: list[Refusals] = []
+        """What each refused by gossip; what their transports refused is counted apart here."""
         self.heard: list[list[Heard]] = []
         self.tasks: list[asyncio.Task[None]] = []
 
@@ -107,17 +110,19 @@ class Swarm:
         number = len(self.gossips)
         transport = self.network.transport(identity.peer_id, limits=transport_limits)
         await transport.start()
-        sequence = itertools.count(1)
+        refusals = Refusals()
+        runtime = make_runtime(self.clock, seed=number)
+        membership, peers = make_peers(runtime, identity, self.charter, refusals=refusals)
         gossip = Gossip(
+            runtime,
+            membership,
+            peers,
             transport,
-            identity,
-            self.charter,
-            self.clock,
-            lambda: next(sequence),
+            MemorySequence(1),
             replay=replay,
-            limits=limits,
-            rng=random.Random(number),
+            limits=limits or GossipLimits(),
         )
+        self.refusals.append(refusals)
         self.transports.append(transport)
         self.gossips.append(gossip)
         self.heard.append([])
@@ -179,7 +184,7 @@ def test_announcement_reaches_everybody_once():
             heard = swarm.heard[3][0]
             assert (heard.sender, heard.envelope) == (IDENTITIES[1].peer_id, envelope)
             assert 0 < heard.arrived_at - announced_at <= 2  # two hops of at most 1 ms
-            assert [gossip.counters() for gossip in swarm.gossips] == [{}] * 4
+            assert [refusals.counters() for refusals in swarm.refusals] == [{}] * 4
 
     run_virtual(main())
 
@@ -230,7 +235,7 @@ def test_stalled_reader_and_late_joiner_get_all_of_2000_announcements():
             await asyncio.sleep(1)
             assert swarm.completions(1) == list(range(2000))
             assert swarm.completions(late) == list(range(2000))
-            assert swarm.gossips[1].dropped_unread == 0
+            assert swarm.gossips[1].store.dropped_unread == 0
 
     run_virtual(main())
 
@@ -304,11 +309,11 @@ def test_replay_is_refused_after_a_restart_with_the_saved_cache():
             restored = ReplayCache()
             restored.restore(replay.snapshot())
             again = await swarm.join(IDENTITIES[2], connect_to=None, replay=restored)
-            await author.connect(swarm.gossips[again]._transport.addresses()[0])
+            await author.connect(swarm.transports[-1].addresses()[0])
             await author.publish(TOPIC, envelope)
             await asyncio.sleep(1)
             assert (len(swarm.heard[0]), swarm.heard[again]) == (1, [])
-            assert swarm.gossips[again].counters() == {(IDENTITIES[1].peer_id, "replay"): 1}
+            assert swarm.refusals[again].counters() == {(IDENTITIES[1].peer_id, "replay"): 1}
 
     run_virtual(main())
 
@@ -335,8 +340,8 @@ def test_what_was_counted_before_a_restart_blames_nobody_and_hides_nothing(old):
             again = await swarm.join(IDENTITIES[1], replay=restored)
             await asyncio.sleep(5)
             assert swarm.completions(again) == list(missed)
-            assert swarm.gossips[again].counters() == {}
-            assert swarm.gossips[again].held_count == old + 100  # for whoever comes next
+            assert swarm.refusals[again].counters() == {}
+            assert len(swarm.gossips[again].store) == old + 100  # for whoever comes next
             swarm.network.partition([[IDENTITIES[0].peer_id]])
             late = await swarm.join(IDENTITIES[2], connect_to=again)
             await asyncio.sleep(5)
@@ -367,11 +372,11 @@ def test_counted_envelopes_beyond_the_room_are_asked_for_no_more():
             )
             await asyncio.sleep(5)
             assert swarm.completions(small) == [100, 101, 102]
-            assert swarm.gossips[small].counters() == {}
-            assert swarm.gossips[small].held_count == 10
-            held = set(swarm.gossips[small]._store.short_digests())
+            assert swarm.refusals[small].counters() == {}
+            assert len(swarm.gossips[small].store) == 10
+            held = set(swarm.gossips[small].store.short_digests())
             await asyncio.sleep(60)
-            assert set(swarm.gossips[small]._store.short_digests()) == held
+            assert set(swarm.gossips[small].store.short_digests()) == held
 
     run_virtual(main())
 
@@ -442,7 +447,7 @@ def test_full_disk_refuses_the_envelope_and_is_told_once(caplog):
             await asyncio.sleep(25)
             assert not swarm.tasks[0].done()
             assert swarm.heard[0] == []
-            assert swarm.gossips[0].counters() == {(IDENTITIES[1].peer_id, "disk"): 3}
+            assert swarm.refusals[0].counters() == {(IDENTITIES[1].peer_id, "disk"): 3}
 
     run_virtual(main())
     told = [record.getMessage() for record in caplog.records if record.name == "node.share.gossip"]
@@ -466,7 +471,7 @@ def test_closed_swarm_hears_members_only_and_answers_members_only():
             stream = await stranger.open_stream(IDENTITIES[0].peer_id, RECONCILE_PROTOCOL)
             await asyncio.sleep(1)
             assert swarm.completions(0) == [2]
-            assert swarm.gossips[0].counters() == {
+            assert swarm.refusals[0].counters() == {
                 (STRANGER.peer_id, "stranger"): 1,
                 (IDENTITIES[1].peer_id, "stranger"): 1,
             }
@@ -496,7 +501,7 @@ def test_bad_gossip_is_counted_against_its_sender_and_remembered(data, reason):
             await asyncio.sleep(1)
             assert swarm.heard[0] == []
             # Once, not three times: the same bytes are not judged again.
-            assert swarm.gossips[0].counters() == {(IDENTITIES[1].peer_id, reason): 1}
+            assert swarm.refusals[0].counters() == {(IDENTITIES[1].peer_id, reason): 1}
 
     run_virtual(main())
 
@@ -513,7 +518,7 @@ def test_expired_announcements_are_neither_served_nor_given_to_a_slow_reader():
             swarm.read(1)
             await asyncio.sleep(15)
             assert [swarm.completions(number) for number in (1, late)] == [[2], [2]]
-            assert [gossip.held_count for gossip in swarm.gossips] == [1, 1, 1]
+            assert [len(gossip.store) for gossip in swarm.gossips] == [1, 1, 1]
 
     run_virtual(main())
 
@@ -529,7 +534,7 @@ def test_own_announcements_come_back_after_a_restart_and_are_served_but_not_hear
             again = await swarm.join(IDENTITIES[1])
             await asyncio.sleep(15)
             assert swarm.heard[again] == []
-            assert swarm.gossips[again].held_count == 1
+            assert len(swarm.gossips[again].store) == 1
 
     run_virtual(main())
 
@@ -542,7 +547,7 @@ def test_announcement_that_cannot_be_sent_is_our_error():
                 await swarm.gossips[0].announce(announcement(1, IDENTITIES[0], rewards=0), TTL_MS)
             with pytest.raises(LocalProtocolError):
                 await swarm.gossips[0].announce(announcement(1, IDENTITIES[0]), 0)
-            assert swarm.gossips[0].held_count == 0
+            assert len(swarm.gossips[0].store) == 0
 
     run_virtual(main())
 
@@ -615,7 +620,7 @@ def test_neighbour_that_sends_garbage_is_left_after_17_pieces():
 
             hostile.serve(RECONCILE_PROTOCOL, lie)
             await asyncio.sleep(1.5)
-            assert swarm.gossips[0].counters() == {(IDENTITIES[1].peer_id, "decode"): 17}
+            assert swarm.refusals[0].counters() == {(IDENTITIES[1].peer_id, "decode"): 17}
 
     run_virtual(main())
 
@@ -691,16 +696,9 @@ async def test_killed_daemon_and_late_joiner_lose_no_announcement(tmp_path):
         path.chmod(0o600)
         transport = HivemindTransport(path)
         await transport.start()
-        sequence = itertools.count(1)
-        gossip = Gossip(
-            transport,
-            IDENTITIES[number],
-            CHARTER,
-            clock,
-            lambda: next(sequence),
-            limits=limits,
-            rng=random.Random(0),
-        )
+        runtime = make_runtime(clock)
+        membership, peers = make_peers(runtime, IDENTITIES[number], CHARTER)
+        gossip = Gossip(runtime, membership, peers, transport, MemorySequence(1), limits=limits)
         collected: set[int] = set()
 
         async def read() -> None:

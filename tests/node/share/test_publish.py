@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import msgspec
@@ -13,6 +12,7 @@ from node.share import publish
 from node.share.accepted import Accepted
 from node.share.gossip import Gossip
 from node.share.publish import Publisher, announce
+from node.state.stores import MemorySequence
 from node.transport.memory import MemoryNetwork, MemoryTransport
 from protocol.codec import decode, digest, encode
 from protocol.constants import MAX_FRAME_BYTES
@@ -28,6 +28,7 @@ from protocol.messages import (
 )
 from protocol.receipts import proves, slot_digest
 from protocol.topics import BLOB_PROTOCOL, ROLLOUT_PROTOCOL
+from tests.node.runtimes import make_peers, make_runtime
 from tests.node.verify.world import World, identity
 
 WORLD = World(group_size=3)
@@ -88,8 +89,9 @@ class Stand:
         network = MemoryNetwork(clock=clock)
         self.seller: MemoryTransport = network.transport(ALICE.peer_id)
         self.buyer: MemoryTransport = network.transport(BOB.peer_id)
-        sequence = itertools.count(1)
-        self.gossip = Gossip(self.seller, ALICE, WORLD.charter, clock, lambda: next(sequence))
+        runtime = make_runtime(clock)
+        membership, peers = make_peers(runtime, ALICE, WORLD.charter)
+        self.gossip = Gossip(runtime, membership, peers, self.seller, MemorySequence(1))
         self.publisher = Publisher(self.seller, self.gossip, WORLD.charter, **options)
 
     async def __aenter__(self) -> Stand:
@@ -134,7 +136,7 @@ def test_a_body_is_served_by_its_digest() -> None:
             assert frames == [encode(MIXED)]
             assert size == announcement.body.size
             assert (stand.publisher.announced, stand.publisher.bodies_served) == (1, 1)
-            assert stand.gossip.held_count == 1
+            assert len(stand.gossip.store) == 1
 
     run_virtual(main())
 
@@ -237,7 +239,7 @@ def test_a_dead_network_is_no_error_of_publishing() -> None:
         async with Stand() as stand:
             stand.seller.stack_died()
             await stand.publish(MIXED)
-            assert stand.gossip.held_count == 1  # neighbours get it by reconciliation
+            assert len(stand.gossip.store) == 1  # neighbours get it by reconciliation
             stand.seller.stack_restarted()
             assert (await stand.ask(digest(encode(MIXED))))[0] > 0
 

@@ -17,8 +17,7 @@ import torch
 from node.clock import SystemClock, VirtualClock, run_virtual
 from node.compute import Compute, InlineCompute, ThreadCompute
 from node.events import Event, EventBus, Notice, SourceShare, StepDone, decode_event, encode_event
-from node.peers.book import PeerBook
-from node.peers.trust import Hardness, TrustBook
+from node.peers.trust import Hardness
 from node.rollout.engine.base import TokenSequence
 from node.rollout.engine.transformers import TransformersEngine
 from node.rollout.policy import Policy
@@ -44,7 +43,8 @@ from protocol.messages import (
     Sampling,
     VerificationRules,
 )
-from tests.node.verify.world import identity, rollout
+from tests.node.runtimes import ManualClock, make_peers, make_runtime
+from tests.node.verify.world import World, identity, rollout
 from tests.rollouts import changed
 
 ME, ALICE, BOB = (identity(name).peer_id for name in ("me", "alice", "bob"))
@@ -111,8 +111,9 @@ class Bench:
         self.own: asyncio.Queue[Accepted] = asyncio.Queue()
         self.pool = ReplayPool(64, 2, random.Random(0))
         self.pooled = asyncio.Event()
-        self.peers = PeerBook(policy.tokenizer_digest)
-        self.trust = TrustBook()
+        charter = World().charter
+        at_ms = charter.created_at + round(NOW * charter.window_ms)
+        _, self.peers = make_peers(make_runtime(ManualClock(at_ms)), identity("me"), charter)
         self.answered = AnsweredPrompts()
         self.active = False
         self.drawn = 0
@@ -146,7 +147,6 @@ class Bench:
             pool=self.pool,
             pooled=self.pooled,
             peers=self.peers,
-            trust=self.trust,
             answered=self.answered,
             rules=RULES,
             lineage=self.lineage,
@@ -232,10 +232,10 @@ class Bench:
             rewards=(1.0,),
             body=BlobRef("e" * 64, 1),
         )
-        self.peers.announced(author, said, at=1)
+        self.peers.announced(author, said)
 
     def rejected(self, author: str) -> dict[str, int]:
-        rows = self.peers.table(frozenset({author}), {}, lambda _: 0.0)
+        rows = self.peers.table(frozenset({author}), {}, "")
         return next(row.rejected for row in rows if row.peer_id == author)
 
     @property
@@ -565,8 +565,8 @@ def test_stale_lagging_and_quarantined_groups_are_discarded(bench: Callable[...,
         bench.pool_in(ALICE, 0.0, 1.0, policy_version=3)  # six versions behind, five allowed
         bench.heard_version(ALICE, 9)
         bench.pool_in(BOB, 0.0, 1.0)
-        bench.trust.record(BOB, Hardness.HARD, NOW)
-        assert bench.trust.quarantined(BOB, NOW)
+        bench.peers.judged(BOB, Hardness.HARD)
+        assert bench.peers.quarantined(BOB)
         await bench.stage.run()
         assert bench.sources() == [OWN_SOURCE, ALICE]
         (_, group) = bench.trainer.batches[-1].groups
@@ -811,8 +811,8 @@ def test_after_a_skipped_step_a_group_starts_at_ratio_one_again(bench: Callable[
 def test_trust_of_the_author_and_uses_reach_the_batch(bench: Callable[..., None]) -> None:
     async def test(bench: Bench) -> None:
         for _ in range(3):
-            bench.trust.record(ALICE, Hardness.ACCEPTED, NOW)
-        trust = bench.trust.trust(ALICE, NOW)
+            bench.peers.judged(ALICE, Hardness.ACCEPTED)
+        trust = bench.peers.trust(ALICE)
         bench.make_own(0.0, 1.0)
         bench.make_own(0.0, 1.0)
         bench.pool_in(ALICE, 0.0, 1.0)

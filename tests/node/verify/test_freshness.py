@@ -5,7 +5,6 @@ import pytest
 
 from node.verify.base import Decision, Sighting
 from node.verify.freshness import Freshness
-from node.verify.ledger import Ledger
 from protocol.constants import MAX_CLOCK_SKEW_MS
 from protocol.messages import Announcement, PromptRef
 from tests.node.verify.world import EPOCH_MS, announcement_of
@@ -24,7 +23,7 @@ def announcement(world, alice) -> Announcement:
 
 @pytest.fixture
 def freshness(world) -> Freshness:
-    return Freshness(world.charter, Ledger(max_windows=8))
+    return Freshness(world.charter, world.peers())
 
 
 @pytest.mark.parametrize(
@@ -47,10 +46,11 @@ def test_the_skew_ends_where_it_is_documented(freshness, announcement):
 
 
 def test_lag_is_measured_against_the_lineages_own_newest(world, alice, bob, announcement):
-    ledger = Ledger(max_windows=8)
-    freshness = Freshness(world.charter, ledger)
+    peers = world.peers()
+    freshness = Freshness(world.charter, peers)
+    assert freshness.check(sight(announcement)).reason == ""  # nothing heard yet: behind nothing
     newest = replace(announcement, policy_version=100, prompt=PromptRef(window=100, slot=1, index=0))
-    assert ledger.claim(alice, newest)
+    peers.announced(alice, newest)
     assert freshness.check(sight(replace(announcement, policy_version=36))).reason == ""
     assert freshness.check(sight(replace(announcement, policy_version=35))).reason == "stale"
     # another lineage of the same author, and another author, are not behind anything

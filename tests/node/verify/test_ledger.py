@@ -37,27 +37,21 @@ def test_a_slot_is_judged_once_unless_forgotten(announcement, alice):
     assert ledger.start_judging(alice, announcement)
 
 
-def test_slots_seen_and_newest_version(announcement, alice):
+def test_slots_seen(announcement, alice):
     ledger = Ledger(max_windows=4)
     assert ledger.slots_seen(alice, 100) == ()
-    assert ledger.newest_version(alice, announcement.lineage) == 0
-    for slot, version in ((5, 7), (2, 9), (9, 8)):
-        ledger.claim(alice, replace(at(announcement, 100, slot), policy_version=version))
+    for slot in (5, 2, 9):
+        ledger.claim(alice, at(announcement, 100, slot))
     assert ledger.slots_seen(alice, 100) == (2, 5, 9)
     assert ledger.slots_seen(alice, 101) == ()
-    assert ledger.newest_version(alice, announcement.lineage) == 9
 
 
-def test_bounded_in_windows_lineages_and_authors(announcement, alice):
+def test_bounded_in_windows_and_authors(announcement, alice):
     ledger = Ledger(max_windows=3, max_authors=10)
     for window in range(50):
         ledger.claim(alice, at(announcement, window, 0))
     assert len(ledger) == 3
     assert ledger.slots_seen(alice, 49) == (0,)
-    for number in range(50):
-        lineage = replace(announcement.lineage, base_model=f"{number:064x}")
-        ledger.claim(alice, replace(at(announcement, 49, number), lineage=lineage, policy_version=5))
-    assert ledger.newest_version(alice, announcement.lineage) == 0
     for number in range(50):
         ledger.claim(identity(str(number)).peer_id, announcement)
     assert len(ledger) == 10

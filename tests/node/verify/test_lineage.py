@@ -8,7 +8,6 @@ import pytest
 from node.verify.base import Decision, Sighting, Verdict
 from node.verify.coincidence import COPY_NATS, evidence_nats
 from node.verify.freshness import Freshness
-from node.verify.ledger import Ledger
 from node.verify.lineage import LineageClaim, OwnLineage
 from tests.node.verify.test_copies import SURE, print_of
 from tests.node.verify.world import EPOCH_MS, World, announcement_of, candidate, rollout
@@ -50,7 +49,7 @@ def test_other_lineages_and_nodes_without_one_are_not_asked(world, alice, bob, o
 
 def test_a_followers_lag_is_measured_against_the_version_the_owner_has(world, alice, bob):
     """64 versions are allowed. What the follower announced before says nothing."""
-    freshness = Freshness(world.charter, Ledger(8), OwnLineage(world.lineage(alice), lambda: 100))
+    freshness = Freshness(world.charter, world.peers(), OwnLineage(world.lineage(alice), lambda: 100))
     assert freshness.check(claim(world, alice, bob, 36)).reason == ""
     assert freshness.check(claim(world, alice, bob, 35)).reason == "stale"
     assert freshness.check(claim(world, bob, bob, 35)).reason == ""

@@ -13,8 +13,6 @@ import pytest
 from node.clock import run_virtual
 from node.compute import InlineCompute
 from node.events import Event, EventBus, GroupJudged
-from node.peers.book import PeerBook
-from node.peers.trust import TrustBook
 from node.sandbox.scorer import FailureReason
 from node.share.collect import Fetched
 from node.share.gossip import Heard
@@ -35,7 +33,6 @@ from tests.node.verify.world import (
 )
 
 ALICE, BOB, MALLORY = (identity(name).peer_id for name in ("alice", "bob", "mallory"))
-WINDOW = 100.5
 
 
 class Bench:
@@ -45,8 +42,7 @@ class Bench:
         self.world = world
         self.queue: asyncio.Queue[Fetched] = asyncio.Queue(64)
         self.pool = ReplayPool(16, 2, random.Random(0))
-        self.trust = TrustBook()
-        self.peers = PeerBook("a" * 64)
+        self.peers = world.peers()
         self.answered = AnsweredPrompts()
         self.pooled = asyncio.Event()
         self.events: list[Event] = []
@@ -57,10 +53,8 @@ class Bench:
             verifier,
             queue=self.queue,
             pool=self.pool,
-            trust=self.trust,
             peers=self.peers,
             answered=self.answered,
-            window=lambda: WINDOW,
             clock=world.clock,
             bus=bus,
             gauge=self.gauge,
@@ -80,13 +74,13 @@ class Bench:
 
     def standing(self, peer: str) -> tuple[float, float, float]:
         """(accepted, soft, hard) of a peer."""
-        for standing in self.trust.standings():
+        for standing in self.peers.standings():
             if standing.peer == peer:
                 return standing.accepted, standing.soft, standing.hard
         return 0.0, 0.0, 0.0
 
     def rejected(self, peer: str) -> dict[str, int]:
-        rows = self.peers.table(frozenset({peer}), {}, lambda _: 0.0)
+        rows = self.peers.table(frozenset({peer}), {}, "")
         return next(row.rejected for row in rows if row.peer_id == peer)
 
 
@@ -140,7 +134,7 @@ def test_an_accepted_group_is_pooled_trusted_remembered_and_shown() -> None:
         assert event.rewards == rewards
         assert [outcome.verdict for outcome in event.checks] == ["accept"] * len(event.checks)
         assert event.question == group.question
-        (row,) = bench.peers.table(frozenset(), {}, lambda _: 0.0)
+        (row,) = bench.peers.table(frozenset(), {}, "")
         assert (row.accepted, row.lag, row.age_windows) == (1, 0.0, 0.0)
 
     bench(test)
@@ -159,7 +153,7 @@ def test_a_false_reward_is_a_hard_failure_and_our_rewards_are_shown() -> None:
         assert bench.answered.of(group.prompt.index) == {}
         assert bench.standing(MALLORY) == (0.0, 0.0, 1.0)
         assert bench.rejected(MALLORY) == {"false_reward": 1}
-        assert bench.trust.quarantined(MALLORY, WINDOW)
+        assert bench.peers.quarantined(MALLORY)
 
     bench(test)
 
@@ -178,7 +172,7 @@ def test_a_copy_is_soft_evidence_only() -> None:
         event = await bench.take(candidate(copy, arrived_at=EPOCH_MS + 1))
         assert (event.accepted, event.reason) == (False, "copied")
         assert bench.standing(MALLORY) == (0.0, 1.0, 0.0)
-        assert not bench.trust.quarantined(MALLORY, WINDOW)
+        assert not bench.peers.quarantined(MALLORY)
         assert len(bench.pool) == 1
 
     bench(test)
@@ -333,12 +327,13 @@ def test_text_of_peers_is_shown_inert_and_short() -> None:
 def test_the_age_at_arrival_is_counted_from_the_end_of_the_prompts_window() -> None:
     world = World()
     says = Says(world.group(ALICE))
+    world.clock.now += world.charter.window_ms // 2  # in the middle of window 100
 
     async def test(bench: Bench) -> None:
         for window in (100, 99, 98):
             says.group = msgspec.structs.replace(says.group, prompt=PromptRef(window, 0, 0))
             await bench.take(candidate(says.group))
-        (row,) = bench.peers.table(frozenset(), {}, lambda _: 0.0)
+        (row,) = bench.peers.table(frozenset(), {}, "")
         assert row.age_windows == pytest.approx((0 + 0.5 + 1.5) / 3)
 
     bench(test, verifier=cast("Verifier", says), world=world)

@@ -17,6 +17,7 @@ import numpy as np
 
 from node.clock import Clock
 from node.compute import Compute, InlineCompute
+from node.peers.book import PeerBook
 from node.rollout.environment import Completion, Prompt, Score
 from node.sandbox.scorer import FailureReason, ScoredGroup, ScoreFailure
 from node.verify.base import Candidate
@@ -42,6 +43,7 @@ from protocol.messages import (
 from protocol.prompts import slots
 from protocol.receipts import slot_digest
 from protocol.rollouts import single_turn
+from tests.node.runtimes import make_peers, make_runtime
 
 EPOCH_MS = 1_700_000_000_000
 EOS = 0
@@ -259,12 +261,17 @@ class World:
         right = token_ids[-1] == EOS and decode(token_ids) == str(index)
         return rollout(token_ids, logprobs, reward=float(right), version=version)
 
+    def peers(self) -> PeerBook:
+        """An empty book of a member."""
+        return make_peers(make_runtime(self.clock), identity("node"), self.charter)[1]
+
     def verifier(
         self,
         *,
         enabled: bool = True,
         compute: Compute | None = None,
         clock: Clock | None = None,
+        peers: PeerBook | None = None,
         **options: Any,
     ) -> Verifier:
         defaults: dict[str, Any] = {
@@ -275,6 +282,7 @@ class World:
         return Verifier(
             self.charter,
             self.swarm_id,
+            peers or self.peers(),
             clock=clock or self.clock,
             compute=compute or InlineCompute({}),
             enabled=enabled,
