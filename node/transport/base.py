@@ -16,13 +16,10 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from node.transport.limits import Refusals
 from protocol.constants import MAX_FRAME_BYTES
 from protocol.messages import PeerId
-
-if TYPE_CHECKING:
-    from node.transport.limits import Refusals
 
 __all__ = [
     "ConnectedPeer",

@@ -1,24 +1,21 @@
-"""Bounds on what strangers can make us do: token buckets, counters and queues that cannot grow.
+"""Bounds on what strangers can make us do: token buckets and counters that cannot grow.
 
-For every transport and for `node/share/gossip.py`; nothing here knows what it limits. Each structure is keyed
-by values that a peer can invent for free, so each is bounded itself: buckets of newcomers cost a token of a
-shared bucket, counters fold the least recent entries into one line, queues drop the oldest. Time is an
-argument. Not for limits of the protocol (sizes on the wire): those are in `protocol/constants.py`.
+For every transport, for gossip and for the book about peers; nothing here knows what it limits. Each
+structure is keyed by values that a peer can invent for free, so each is bounded itself: buckets of newcomers
+cost a token of a shared bucket, counters fold the least recent entries into one line. Time is an argument.
+Not for limits of the protocol (sizes on the wire): those are in `protocol/constants.py`.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Hashable
 
-from node.transport.base import Gossiped
 from protocol.messages import PeerId
 
 __all__ = [
     "MAX_BUGS_TOLD",
     "OTHER_PEERS",
-    "DropOldestQueue",
     "FirstTimes",
     "KeyedTokenBuckets",
     "Refusals",
@@ -134,47 +131,3 @@ class FirstTimes:
             return False
         self._seen.add(what)
         return True
-
-
-class DropOldestQueue:
-    """Gossip messages for one reader, bounded in number and bytes; when full the oldest is dropped.
-
-    The reader is an async iterator. Putting never waits: a slow reader slows nobody but itself.
-    """
-
-    def __init__(self, max_messages: int, max_bytes: int, refusals: Refusals) -> None:
-        self._max_messages = max_messages
-        self._max_bytes = max_bytes
-        self._refusals = refusals
-        self._messages: deque[Gossiped] = deque()
-        self._bytes = 0
-        self._arrived = asyncio.Event()
-        self._closed = False
-
-    def put(self, message: Gossiped) -> None:
-        """Add a message, dropping the oldest ones (counted as `queue`) to make room."""
-        self._messages.append(message)
-        self._bytes += len(message.data)
-        while len(self._messages) > self._max_messages or self._bytes > self._max_bytes:
-            dropped = self._messages.popleft()
-            self._bytes -= len(dropped.data)
-            self._refusals.add(dropped.sender, "queue")
-        self._arrived.set()
-
-    def close(self) -> None:
-        """End the iteration once the queue is empty."""
-        self._closed = True
-        self._arrived.set()
-
-    def __aiter__(self) -> DropOldestQueue:
-        return self
-
-    async def __anext__(self) -> Gossiped:
-        while not self._messages:
-            if self._closed:
-                raise StopAsyncIteration
-            self._arrived.clear()
-            await self._arrived.wait()
-        message = self._messages.popleft()
-        self._bytes -= len(message.data)
-        return message
