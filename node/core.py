@@ -8,42 +8,31 @@ node as a whole (stages, peers, health) are made here. Not for: training, or whe
 from __future__ import annotations
 
 import asyncio
-import random
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from node.clock import Clock
-from node.compute import Compute
-from node.config import NodeConfig
-from node.events import EventBus, Health, NodeStarted, NodeStopped, Notice, NoticeLevel, PeersSeen, StagesSeen
+from node.events import Health, NodeStarted, NodeStopped, PeersSeen, StagesSeen
 from node.membership import Membership
 from node.network import Network
+from node.open.parts import Parts
+from node.open.stores import Stores
 from node.peers.book import PeerBook
 from node.peers.trust import Standing, TrustSettings, save_standings
 from node.rollout.admission import Admission
-from node.rollout.engine.base import Engine
-from node.rollout.environment import Environment
 from node.rollout.generate import Generator
-from node.rollout.policy import Policy
-from node.rollout.prompts import PromptFeed, Universe, WindowLog
+from node.rollout.prompts import PromptFeed, Universe
 from node.rollout.scoring import OwnScorer
 from node.rollout.stage import RolloutStage
 from node.runtime import Runtime
-from node.sandbox.scorer import Scorer
 from node.sandbox.strength import describe
 from node.share.accepted import Accepted
 from node.state.paths import Home
-from node.state.stores import ReplayGuard, SequenceSource
-from node.supervise import LoopLag, StageGauge, run_stages
+from node.supervise import LoopLag, StageGauge, resident_bytes, run_stages
 from node.transport.base import Transport
 from node.weights.sharing import WeightsSharing
-from protocol.charter import swarm_id
-from protocol.identity import Identity
-from protocol.messages import Charter, Digest, Lineage, PeerId
-from protocol.prompts import window_of
+from protocol.messages import Digest, Lineage, PeerId
 
-__all__ = ["CoreParts", "NodeCore", "Stages"]
+__all__ = ["NodeCore", "Stages"]
 
 SNAPSHOT_S = 0.5
 HEALTH_S = 1.0
@@ -51,57 +40,41 @@ HEALTH_S = 1.0
 Stages = dict[str, Coroutine[Any, Any, None]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class CoreParts:
-    """What any node is made of; `node/main.py` makes real ones, the simulation seeded ones."""
-
-    identity: Identity
-    charter: Charter
-    policy: Policy
-    engine: Engine
-    environments: Mapping[str, Environment]
-    sandbox: Scorer
-    transport: Transport | None
-    """Started; the node closes it. None: train alone."""
-    sequence: SequenceSource
-    replay: ReplayGuard
-    windows: WindowLog
-    standings: Sequence[Standing]
-    """What is remembered of peers' conduct."""
-    clock: Clock
-    compute: Compute
-    bus: EventBus
-    rss_bytes: Callable[[], int]
-    """Resident memory of this process; a constant in simulations."""
-
-
 class NodeCore:
     """Base of the two roles. A role gives `_stages` and what is needed before and after them; `run` returns
     when `stop` was called and all is closed."""
 
-    def __init__(self, config: NodeConfig, parts: CoreParts) -> None:
-        self.config = config
-        self._core = parts
-        self._charter = parts.charter
-        self._swarm_id = swarm_id(parts.charter)
-        self._peer_id = parts.identity.peer_id
-        self._clock, self._bus, self._compute = parts.clock, parts.bus, parts.compute
+    def __init__(
+        self,
+        parts: Parts,
+        runtime: Runtime,
+        membership: Membership,
+        stores: Stores,
+        transport: Transport | None,
+        rss_bytes: Callable[[], int] = resident_bytes,
+    ) -> None:
+        """`transport` is started, and closed by the node; None trains alone. `rss_bytes` tells the resident
+        memory of this process: a constant in simulations."""
+        self.config = config = parts.config
+        self._parts = parts
+        self._runtime = runtime
+        self._membership = membership
+        self._stores = stores
+        self._transport = transport
+        self._rss_bytes = rss_bytes
         self._stop = asyncio.Event()
         self._reason = "steps done"
         self._lag = LoopLag()
         self._home = Home(config.home)
         self._run_dir = self._home.run(config.run)
-        self._rng = random.Random(config.seed)
-        self._runtime = Runtime(self._clock, self._compute, self._bus, self._rng)
-        self._membership = Membership(parts.identity, parts.charter, parts.clock)
         self._peers = PeerBook(
             self._runtime,
             self._membership,
             TrustSettings(
                 newcomer=config.weight.newcomer_trust, quarantine_windows=config.weight.quarantine_windows
             ),
-            parts.standings,
-            refusals=parts.transport.refusals if parts.transport is not None else None,
+            stores.standings,
+            refusals=transport.refusals if transport is not None else None,
         )
         rollout = config.rollout
         self._admission = Admission(rollout.max_staleness, config.train.local_groups, rollout.token_budget)
@@ -109,18 +82,19 @@ class NodeCore:
         """Own groups, scored."""
         self._rollout: RolloutStage
         self._gauges: dict[str, StageGauge] = {}
-        self._universe = Universe(self._swarm_id, self._charter, parts.environments)
+        charter, swarm_id, clock = membership.charter, membership.swarm_id, runtime.clock
+        self._universe = Universe(swarm_id, charter, parts.environments)
         self._own_scorer = OwnScorer(parts.environments, parts.sandbox)
         self._network: Network | None = None
-        if parts.transport is not None:
+        if transport is not None:
             self._network = Network(
                 self._runtime,
                 self._membership,
                 self._peers,
-                parts.transport,
+                transport,
                 config,
-                sequence=parts.sequence,
-                replay=parts.replay,
+                sequence=stores.sequence,
+                replay=stores.replay,
             )
             self._network.presence.lineage = self.lineage
 
@@ -155,9 +129,9 @@ class NodeCore:
 
     async def run(self) -> None:
         """Start, work, stop. Raises what a stage raised."""
-        began_s = self._clock.monotonic_s()
-        transport = self._core.transport
-        self._bus.emit(self._started())
+        began_s = self._runtime.monotonic_s()
+        transport = self._transport
+        self._runtime.emit(self._started())
         try:
             await self._begin()
             stages = {**self._stages(), "snapshots": self._snapshots(), "health": self._health()}
@@ -173,11 +147,12 @@ class NodeCore:
             if transport is not None:
                 await transport.close()
             self._close()
-            wall_s = self._clock.monotonic_s() - began_s
+            wall_s = self._runtime.monotonic_s() - began_s
             self._emit_peers()
-            self._bus.emit(self._health_now())
-            self._bus.emit(
-                NodeStopped(at=self._clock.now_ms(), reason=self._reason, steps=self._steps(), wall_s=wall_s)
+            self._runtime.emit(self._health_now())
+            stopped_at = self._runtime.now_ms()
+            self._runtime.emit(
+                NodeStopped(at=stopped_at, reason=self._reason, steps=self._steps(), wall_s=wall_s)
             )
 
     def stop(self, reason: str) -> None:
@@ -190,7 +165,7 @@ class NodeCore:
     def _open_rollout(self, awake: asyncio.Event | None) -> RolloutStage:
         return RolloutStage(
             self._runtime,
-            PromptFeed(self._runtime, self._membership, self._universe, self._core.windows),
+            PromptFeed(self._runtime, self._membership, self._universe, self._stores.windows),
             self._admission,
             self._made,
             self._publish,
@@ -200,8 +175,8 @@ class NodeCore:
 
     def _generator(self, lineage: Lineage) -> Generator:
         """What generates for `lineage`, by this node."""
-        core = self._core
-        return Generator(self._membership, lineage, core.policy, core.engine, self._own_scorer, self.config)
+        parts = self._parts
+        return Generator(self._membership, lineage, parts.policy, parts.engine, self._own_scorer, self.config)
 
     async def _publish(self, own: Accepted, body: bytes) -> None:
         """An own group to peers."""
@@ -215,12 +190,12 @@ class NodeCore:
             self.config.broadcast,
             self._home,
             network.transport,
-            self._swarm_id,
+            self._membership.swarm_id,
             providers=lambda root: [*network.members_of(self.lineage), *self._providers(root)],
             refused=self._peers.refused,
-            clock=self._clock,
-            compute=self._compute,
-            rng=self._rng,
+            clock=self._runtime.clock,
+            compute=self._runtime.compute,
+            rng=self._runtime.rng,
         )
 
     def _providers(self, root: Digest) -> Sequence[PeerId]:
@@ -233,31 +208,22 @@ class NodeCore:
         """Show these, in this order."""
         self._gauges = {gauge.stage: gauge for gauge in gauges}
 
-    def _window(self) -> float:
-        """Swarm time in windows, with the fraction of the current one."""
-        now_ms = self._clock.now_ms()
-        inside_ms = (now_ms - self._charter.created_at) % self._charter.window_ms
-        return window_of(self._charter, now_ms) + inside_ms / self._charter.window_ms
-
     def _keep(self, standings: Sequence[Standing]) -> None:
         """What is remembered of peers' conduct, to disk. Blocking. Raises OSError."""
-        save_standings(self._home.state / "trust.json", self._swarm_id, standings)
-
-    def _notice(self, level: NoticeLevel, text: str) -> None:
-        self._bus.emit(Notice(at=self._clock.now_ms(), level=level, text=text))
+        save_standings(self._home.trust, self._membership.swarm_id, standings)
 
     # --- events -------------------------------------------------------------------------------------------
 
     def _started(self) -> NodeStarted:
-        parts = self._core
+        parts = self._parts
         return NodeStarted(
-            at=self._clock.now_ms(),
+            at=self._runtime.now_ms(),
             name=self.config.name,
-            peer_id=self._peer_id,
+            peer_id=self._membership.peer_id,
             role=self.config.role,
-            swarm=self._charter.name,
-            swarm_id=self._swarm_id,
-            addresses=parts.transport.addresses() if parts.transport is not None else (),
+            swarm=self._membership.charter.name,
+            swarm_id=self._membership.swarm_id,
+            addresses=self._transport.addresses() if self._transport is not None else (),
             model=str(parts.policy.path),
             params=parts.policy.params,
             engine=parts.engine.name,
@@ -267,9 +233,9 @@ class NodeCore:
 
     async def _snapshots(self) -> None:
         while True:
-            self._bus.emit(
+            self._runtime.emit(
                 StagesSeen(
-                    at=self._clock.now_ms(),
+                    at=self._runtime.now_ms(),
                     stages=tuple(gauge.status() for gauge in self._gauges.values()),
                     rollouts_in_flight=self._rollout.in_flight,
                     tokens_sampled=self._rollout.sampled,
@@ -284,23 +250,23 @@ class NodeCore:
             table = self._peers.table(
                 self._network.presence.connected,
                 self._network.presence.known,
-                self._core.policy.tokenizer_digest,
+                self._parts.policy.tokenizer_digest,
             )
-            self._bus.emit(PeersSeen(at=self._clock.now_ms(), peers=table))
+            self._runtime.emit(PeersSeen(at=self._runtime.now_ms(), peers=table))
 
     async def _health(self) -> None:
         while True:
             await asyncio.sleep(HEALTH_S)
-            self._bus.emit(self._health_now())
+            self._runtime.emit(self._health_now())
 
     def _health_now(self) -> Health:
         publisher = self._network.publisher if self._network is not None else None
         return Health(
-            at=self._clock.now_ms(),
+            at=self._runtime.now_ms(),
             loop_lag_p99_s=self._lag.p99_s(),
-            rss_bytes=self._core.rss_bytes(),
+            rss_bytes=self._rss_bytes(),
             transport_restarts=self._network.transport.restarts if self._network is not None else 0,
-            sandbox_restarts=self._core.sandbox.restarts,
+            sandbox_restarts=self._parts.sandbox.restarts,
             refused=self._peers.refusals(),
             announced=publisher.announced if publisher is not None else 0,
             bodies_fetched=0,

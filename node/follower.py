@@ -24,20 +24,25 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Callable
 
 import msgspec
 
-from node.build import adapter_of
 from node.compute import Lane
-from node.config import NodeConfig
-from node.core import CoreParts, NodeCore, Stages
+from node.core import NodeCore, Stages
 from node.events import Health, NoticeLevel, VersionReached
+from node.membership import Membership
 from node.network import Network
+from node.open.parts import Parts
+from node.open.policy import adapter_of
+from node.open.stores import Stores
 from node.peers.trust import Hardness
 from node.rollout.engine.base import BrokenWeightsError
 from node.rollout.engine.parity import ParityError
+from node.runtime import Runtime
 from node.share.accepted import Accepted
-from node.supervise import StageGauge, run_stages
+from node.supervise import StageGauge, resident_bytes, run_stages
+from node.transport.base import Transport
 from node.weights.chain.apply import THREADS
 from node.weights.chain.base import base_bits
 from node.weights.chain.bf16 import U16, to_tensors
@@ -61,9 +66,18 @@ class Follower(NodeCore):
     """All stages of one follower. `run` returns when `stop` was called and all is closed. Raises ConfigError
     without a network."""
 
-    def __init__(self, config: NodeConfig, parts: CoreParts) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        runtime: Runtime,
+        membership: Membership,
+        stores: Stores,
+        transport: Transport | None,
+        rss_bytes: Callable[[], int] = resident_bytes,
+    ) -> None:
         self._followed: Lineage | None = None
-        super().__init__(config, parts)
+        super().__init__(parts, runtime, membership, stores, transport, rss_bytes)
+        config = parts.config
         if self._network is None:
             raise ConfigError("role 'follower' has nobody to follow with network.transport 'none'")
         self._neighbours: Network = self._network
@@ -90,7 +104,7 @@ class Follower(NodeCore):
         self._rollout = self._open_rollout(None)
         self._gauge(
             self._rollout.gauge,
-            StageGauge("broadcast", self._clock, "a new version"),
+            StageGauge("broadcast", self._runtime.clock, "a new version"),
         )
         self._sharing = self._share_weights(self._network)
 
@@ -101,24 +115,24 @@ class Follower(NodeCore):
     @property
     def policy_version(self) -> int:
         """Version that this follower generates with, -1 before the first."""
-        return self._core.engine.policy_version if self._reached.is_set() else -1
+        return self._parts.engine.policy_version if self._reached.is_set() else -1
 
     def _stages(self) -> Stages:
         return {"follow": self._follow(), "hear": self._hear(), "made": self._pass_on()}
 
     async def _begin(self) -> None:
-        policy, adapter = self._core.policy, adapter_of(self.config)
-        await self._compute.run(Lane.BROADCAST, warm_up)
-        self._base = await self._compute.run(Lane.BROADCAST, base_bits, policy, adapter)
-        self._base_digest = await self._compute.run(
+        policy, adapter = self._parts.policy, adapter_of(self.config)
+        await self._runtime.run(Lane.BROADCAST, warm_up)
+        self._base = await self._runtime.run(Lane.BROADCAST, base_bits, policy, adapter)
+        self._base_digest = await self._runtime.run(
             Lane.BROADCAST, weights_digest, self._base, threads=THREADS
         )
 
     async def _end(self) -> None:
         try:
-            await self._compute.run(Lane.DISK, self._keep, self._peers.standings())
+            await self._runtime.run(Lane.DISK, self._keep, self._peers.standings())
         except OSError as error:
-            self._notice(NoticeLevel.WARNING, f"trust was not saved: {error}; make room on the disk")
+            self._runtime.notice(NoticeLevel.WARNING, f"trust was not saved: {error}; make room on the disk")
 
     def _close(self) -> None:
         self._sharing.close()
@@ -132,16 +146,16 @@ class Follower(NodeCore):
         """One owner after the other."""
         while True:
             lineage = await self._choose()
-            self._notice(NoticeLevel.INFO, f"follows {lineage.owner}")
+            self._runtime.notice(NoticeLevel.INFO, f"follows {lineage.owner}")
             self._followed = self._neighbours.presence.lineage = lineage
-            self._heard_s = self._clock.monotonic_s()
+            self._heard_s = self._runtime.monotonic_s()
             await self._track(lineage)
             self._followed = self._neighbours.presence.lineage = None
             self._given_up[lineage.owner] = None
             self._given_up.move_to_end(lineage.owner)
             while len(self._given_up) > GIVEN_UP:
                 self._given_up.popitem(last=False)
-            self._notice(
+            self._runtime.notice(
                 NoticeLevel.WARNING, f"{lineage.owner} {self._why_lost(lineage)}; looking for an owner"
             )
 
@@ -165,13 +179,13 @@ class Follower(NodeCore):
 
     async def _choose(self) -> Lineage:
         """The owner to follow, when there is one."""
-        policy, presence = self._core.policy, self._neighbours.presence
+        policy, presence = self._parts.policy, self._neighbours.presence
         wanted, told = self.config.follow.owner, False
         with self._gauges["broadcast"].waiting("an owner"):
             while True:
                 lineage = choose_owner(
                     {peer: presence.known[peer] for peer in presence.connected if peer in presence.known},
-                    me=self._peer_id,
+                    me=self._membership.peer_id,
                     base_model=policy.base_model,
                     tokenizer=policy.tokenizer_digest,
                     wanted=wanted,
@@ -184,7 +198,7 @@ class Follower(NodeCore):
                     presence.seek(wanted)
                     if not told and self._peers.quarantined(wanted):
                         text = f"waits: follow.owner {wanted} is in quarantine for what it signed"
-                        self._notice(NoticeLevel.WARNING, f"{text}; name another owner, or none")
+                        self._runtime.notice(NoticeLevel.WARNING, f"{text}; name another owner, or none")
                         told = True
                 await asyncio.sleep(ROUND_S)
 
@@ -204,11 +218,11 @@ class Follower(NodeCore):
             failed=self._peers.refused,
             misled=lambda reason: self._distrust(lineage.owner, reason, lost),
             bad=self._bad,
-            compute=self._compute,
-            clock=self._clock,
+            compute=self._runtime.compute,
+            clock=self._runtime.clock,
             gauge=self._gauges["broadcast"],
             fetch_timeout_s=self.config.broadcast.fetch_timeout_s,
-            notice=self._notice,
+            notice=self._runtime.notice,
         )
         try:
             await run_stages(
@@ -229,7 +243,7 @@ class Follower(NodeCore):
         or by gossip, which counts for as long as an answer about the chain may take."""
         while True:
             chain_s = tracker.signs_of_life_s
-            heard_s = self._clock.monotonic_s() - self._heard_s
+            heard_s = self._runtime.monotonic_s() - self._heard_s
             silent_s = min(chain_s, max(heard_s, chain_s - 2 * MAX_WAIT_S))
             if tracker.stopped or silent_s > self.config.follow.owner_timeout_s:
                 lost.set()
@@ -237,29 +251,29 @@ class Follower(NodeCore):
 
     async def _apply(self, policy_version: int, bits: dict[str, U16]) -> None:
         """The tracker has this version; from now on the engine has it too. Raises EngineError."""
-        began_s = self._clock.monotonic_s()
+        began_s = self._runtime.monotonic_s()
         with self._gauges["broadcast"].working():
             try:
-                reloaded = await self._compute.run(Lane.APPLY, self._update, bits, policy_version)
+                reloaded = await self._runtime.run(Lane.APPLY, self._update, bits, policy_version)
             except ParityError as error:
                 reloaded = False
-                self._notice(
+                self._runtime.notice(
                     NoticeLevel.ERROR, f"{error}, with all weights loaded anew; this node shares nothing more"
                 )
         if reloaded:
             text = f"the engine failed its probe at version {policy_version} and passed it once loaded anew"
-            self._notice(NoticeLevel.WARNING, text)
+            self._runtime.notice(NoticeLevel.WARNING, text)
         self._versions += 1
         if not self._probe.failure:  # else there is no use for more groups
             self._admission.used(self._admission.complete)
         self._reached.set()
-        self._bus.emit(
+        self._runtime.emit(
             VersionReached(
-                at=self._clock.now_ms(),
+                at=self._runtime.now_ms(),
                 owner=self._followed.owner if self._followed is not None else "",
                 policy_version=policy_version,
                 digest=self._tracker.digest if self._tracker is not None else "",
-                apply_s=self._clock.monotonic_s() - began_s,
+                apply_s=self._runtime.monotonic_s() - began_s,
             )
         )
 
@@ -289,7 +303,7 @@ class Follower(NodeCore):
         async for heard in self._neighbours.gossip.heard():
             self._neighbours.presence.seek(heard.sender)
             if self._followed is not None and heard.sender == self._followed.owner:
-                self._heard_s = self._clock.monotonic_s()
+                self._heard_s = self._runtime.monotonic_s()
 
     # --- events -------------------------------------------------------------------------------------------
 
@@ -299,7 +313,7 @@ class Follower(NodeCore):
         if self._tracker is not None and owner:
             head += self._tracker.lag
         others = [each for each in self._neighbours.members_of(self._followed) if each != owner]
-        self._bus.emit(self._sharing.seen(owner, self.policy_version, head, len(others) + bool(owner)))
+        self._runtime.emit(self._sharing.seen(owner, self.policy_version, head, len(others) + bool(owner)))
 
     def _health_now(self) -> Health:
         return msgspec.structs.replace(super()._health_now(), not_sharing=self._probe.failure)

@@ -1,6 +1,7 @@
-"""From the command line to a running node: checks, builds the real parts, runs the loop, ends cleanly.
+"""From the command line to a running node: checks, opens the real parts, runs the loop, ends cleanly.
 
-    home lock -> key, charter, policy folder, port -> sandbox starts beside the imports -> torch -> network
+    home lock -> key -> charter (`join`: the network starts here and asks a node for it)
+              -> sandbox starts beside the imports -> torch, policy, engine -> network -> node
 
 What a person can get wrong is refused before torch is loaded. The first SIGINT or SIGTERM ends the node in
 order (a step under way is finished, rollouts under way are dropped, the network is closed); a second one ends
@@ -16,47 +17,41 @@ import gc
 import logging
 import logging.handlers
 import os
+import random
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
 from typing import Self
 
-import psutil
-
-from node.build import (
-    Loaded,
-    LoadedFollower,
-    load_charter,
-    load_role,
-    open_node,
-    open_sandbox,
-    require_strength,
-)
-from node.clock import Clock, SystemClock
+from node.clock import SystemClock
 from node.compute import ThreadCompute
 from node.config import NodeConfig
 from node.events import Event, EventBus, Notice, NoticeLevel
+from node.membership import Membership
+from node.open.charter import read_or_found_charter, require_member
+from node.open.node import open_node
+from node.open.parts import Parts, open_parts
+from node.open.policy import open_sandbox, require_strength
+from node.open.stores import open_stores
 from node.peers.presence import ask_clock, fetch_charter
-from node.peers.trust import load_standings
-from node.sandbox.scorer import Scorer
+from node.runtime import Runtime
 from node.state.keys import create_key, load_or_create_key
 from node.state.lock import hold
 from node.state.paths import Home, RunDir
-from node.state.stores import ReplayStore, SequenceStore, WindowStore, remove_leftovers, write_atomically
+from node.state.stores import remove_leftovers, write_atomically
 from node.telemetry import JsonlSink, SocketSink
 from node.transport import open_transport, peer_id_of, require_free
 from node.transport.base import Transport
-from protocol.charter import charter_bytes, swarm_id
+from protocol.charter import charter_bytes
 from protocol.errors import ConfigError
 from protocol.identity import Identity
-from protocol.messages import Charter
+from protocol.messages import Charter, Digest
 from protocol.records import record_validator
-from protocol.replay import ReplayCache
 
-__all__ = ["fetch_charter_from", "measure_skew_s", "open_alone", "run_node"]
+__all__ = ["EngineNotices", "join_node", "measure_skew_s", "open_alone", "run_loop", "run_node"]
 
 SWITCH_INTERVAL_S = 0.001
 """A worker thread gives the interpreter back this soon; with the default of 5 ms the event loop waits
@@ -68,99 +63,115 @@ INTERRUPTED = 130
 def run_node(config: NodeConfig, show: Callable[[Event], None]) -> bool:
     """Run a node until its steps are done (True) or a signal ends it (False), as it always does a follower;
     `show` gets every event. Raises SwarmError."""
-    home = Home(config.home)
-    home.socket(config.name)
-    with hold(home.create().lock), contextlib.ExitStack() as stack:
-        remove_leftovers(home.state)
-        identity, charter = _prepare(config, home)
-        starter = stack.enter_context(ThreadPoolExecutor(1))
-        sandbox = stack.enter_context(contextlib.closing(open_sandbox(config, charter)))
-        report = starter.submit(sandbox.start)  # a process of its own, which starts while this one imports
-        notices = _EngineNotices(show)
-        config, loaded = load_role(config, charter, notices, identity.peer_id)
-        stack.callback(loaded.engine.close)
-        report.result()
-        require_strength(sandbox, loaded.environments)
-        gc.freeze()  # what is loaded stays, and is not looked through again and again
-        stack.callback(gc.unfreeze)  # else extension modules complain at the exit of what they leak
-        sys.setswitchinterval(SWITCH_INTERVAL_S)
-        return asyncio.run(_run(config, home, identity, charter, loaded, sandbox, notices, show))
+    with _started(config) as identity:
+        charter = read_or_found_charter(config, identity, SystemClock().now_ms())
+        with asyncio.Runner() as loop, _Network(config, loop) as network:
+            return _run(config, Membership(identity, charter, SystemClock()), loop, network, show)
 
 
-def _prepare(config: NodeConfig, home: Home) -> tuple[Identity, Charter]:
-    """Key and charter of this node, and its run's folder; refuses what needs no torch to be seen."""
+def join_node(
+    config: NodeConfig, address: str, joining: Callable[[Charter], None], show: Callable[[Event], None]
+) -> bool:
+    """As `run_node`, in the swarm of the node at `address`. That node is asked for the charter, which is kept
+    at home and told to `joining`. Raises AddressError and CharterError, too."""
+    peer_id_of(address)
+    kept = Home(config.home).charter
+    with _started(config) as identity, asyncio.Runner() as loop, _Network(config, loop) as network:
+        charter = loop.run(network.ask_charter(address))
+        write_atomically(kept, charter_bytes(charter))
+        joining(charter)
+        require_member(charter, identity)
+        config = config.model_copy(update={"charter": str(kept)})
+        return _run(config, Membership(identity, charter, SystemClock()), loop, network, show)
+
+
+@contextlib.contextmanager
+def _started(config: NodeConfig) -> Iterator[Identity]:
+    """The key of this node, with its home locked and its run's log open; refuses what needs no torch to be
+    seen."""
     if config.network.transport == "memory":
         raise ConfigError("network.transport 'memory' is for `swarm demo`; a node needs 'hivemind' or 'none'")
     if config.role == "follower" and config.network.transport == "none":
         raise ConfigError("role 'follower' has nobody to follow with network.transport 'none'")
-    config.policy.folder(config.home)
-    identity = load_or_create_key(home.key)
-    if config.network.transport == "hivemind":
-        require_free(config.network.listen)
-    try:
-        charter = load_charter(config, identity, SystemClock().now_ms())
-        run_dir = home.run(config.run).create()
-        write_atomically(run_dir.config, config.model_dump_json(indent=2).encode())
-        _log_to(run_dir)
-    except OSError as error:
-        raise ConfigError(f"cannot write in {error.filename or home.root}: {error.strerror}") from None
-    return identity, charter
+    home = Home(config.home)
+    home.socket(config.name)
+    with hold(home.create().lock):
+        config.policy.folder(config.home)
+        identity = load_or_create_key(home.key)
+        if config.network.transport == "hivemind":
+            require_free(config.network.listen)
+        try:
+            remove_leftovers(home.state)
+            _log_to(home.run(config.run).create())
+        except OSError as error:
+            raise _unwritable(error, home) from None
+        yield identity
 
 
-async def _run(
+def _unwritable(error: OSError, home: Home) -> ConfigError:
+    return ConfigError(f"cannot write in {error.filename or home.root}: {error.strerror}")
+
+
+def _run(
     config: NodeConfig,
-    home: Home,
-    identity: Identity,
-    charter: Charter,
-    loaded: Loaded | LoadedFollower,
-    sandbox: Scorer,
-    notices: _EngineNotices,
+    membership: Membership,
+    loop: asyncio.Runner,
+    network: _Network,
     show: Callable[[Event], None],
 ) -> bool:
-    clock = SystemClock()
+    """Open everything, record the configuration that came of it, and run."""
+    home = Home(config.home)
+    with contextlib.ExitStack() as stack:
+        starter = stack.enter_context(ThreadPoolExecutor(1))
+        sandbox = stack.enter_context(contextlib.closing(open_sandbox(config, membership.charter)))
+        report = starter.submit(sandbox.start)  # a process of its own, which starts while this one imports
+        notices = EngineNotices(show)
+        parts = open_parts(config, membership.charter, sandbox, notices, membership.peer_id)
+        stack.callback(parts.engine.close)
+        report.result()
+        require_strength(sandbox, parts.environments)
+        try:
+            write_atomically(home.run(config.run).config, parts.config.model_dump_json(indent=2).encode())
+        except OSError as error:
+            raise _unwritable(error, home) from None
+        gc.freeze()  # what is loaded stays, and is not looked through again and again
+        stack.callback(gc.unfreeze)  # else extension modules complain at the exit of what they leak
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        return loop.run(run_loop(parts, membership, network.start, notices, show))
+
+
+async def run_loop(
+    parts: Parts,
+    membership: Membership,
+    start_network: Callable[[Membership], Awaitable[Transport | None]],
+    notices: EngineNotices,
+    show: Callable[[Event], None],
+) -> bool:
+    """Run the node of `parts` in this event loop, with what it needs for as long: threads, stores, sinks of
+    its events, and the network. False if a signal ended it."""
+    config, clock = parts.config, SystemClock()
+    home = Home(config.home)
     async with contextlib.AsyncExitStack() as stack:
         signals = stack.enter_context(_Signals())
         compute = ThreadCompute()
         stack.callback(compute.close)
-        stack.callback(loaded.engine.close)  # before: it ends what the threads wait for
-        replay = ReplayStore(home.state, ReplayCache(), clock.now_ms())
-        stack.callback(replay.close)
-        bus = EventBus()
-        notices.through(bus)
-        metrics = JsonlSink(home.run(config.run).metrics)
-        stack.callback(metrics.close)
+        stack.callback(parts.engine.close)  # before: it ends what the threads wait for
+        stores = stack.enter_context(open_stores(home, membership.swarm_id, clock.now_ms()))
+        runtime = Runtime(clock, compute, EventBus(), random.Random(config.seed))
+        notices.through(runtime)
+        metrics = stack.enter_context(contextlib.closing(JsonlSink(home.run(config.run).metrics)))
         socket = SocketSink(home.socket(config.name))
         await socket.start()
         stack.push_async_callback(socket.close)
-        transport: Transport | None = None
-        if config.network.transport != "none":
-            transport = await open_transport(
-                home.key,
-                listen=config.network.listen,
-                validate_record=record_validator(swarm_id(charter), clock.now_ms),
-                max_daemon_bytes=config.network.max_daemon_bytes,
-            )
+        transport = await start_network(membership)
+        if transport is not None:
             stack.push_async_callback(transport.close)
         for sink in (metrics, socket, show):
-            bus.subscribe(sink)
-        rest = {
-            "identity": identity,
-            "charter": charter,
-            "sandbox": sandbox,
-            "transport": transport,
-            "sequence": SequenceStore(home.state / "sequence", clock.now_ms()),
-            "replay": replay,
-            "windows": WindowStore(home.state / "window"),
-            "standings": load_standings(home.state / "trust.json", swarm_id(charter)),
-            "clock": clock,
-            "compute": compute,
-            "bus": bus,
-            "rss_bytes": lambda: psutil.Process().memory_info().rss,
-        }
-        node = open_node(config, loaded, rest)
+            runtime.bus.subscribe(sink)
+        node = open_node(parts, runtime, membership, stores, transport)
 
         def stop(reason: str) -> None:
-            bus.emit(_warning(clock, "stopping after the work in flight; again to stop at once"))
+            runtime.notice(NoticeLevel.WARNING, "stopping after the work in flight; again to stop at once")
             node.stop(reason)
 
         signals.then(stop)
@@ -168,7 +179,50 @@ async def _run(
     return signals.received is None
 
 
-class _EngineNotices:
+class _Network:
+    """This node's network, which starts when it is first needed: to ask for a charter, or for the node."""
+
+    def __init__(self, config: NodeConfig, loop: asyncio.Runner) -> None:
+        self._config = config
+        self._loop = loop
+        self._swarm_id: Digest = ""
+        """Records of this swarm are stored for others; of none before it is known."""
+        self._transport: Transport | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._transport is not None:
+            self._loop.run(self._transport.close())
+
+    async def ask_charter(self, address: str) -> Charter:
+        """The charter of the node at `address`, its signature checked. Raises AddressError, CharterError,
+        TransportError."""
+        transport = self._transport = await self._open()
+        return await fetch_charter(transport, await transport.connect(address))
+
+    async def start(self, membership: Membership) -> Transport | None:
+        """The started network for a node of this swarm; None where the configuration wants none."""
+        self._swarm_id = membership.swarm_id
+        if self._transport is None and self._config.network.transport != "none":
+            self._transport = await self._open()
+        return self._transport
+
+    async def _open(self) -> Transport:
+        network = self._config.network
+        return await open_transport(
+            Home(self._config.home).key,
+            listen=network.listen,
+            validate_record=self._validate_record,
+            max_daemon_bytes=network.max_daemon_bytes,
+        )
+
+    def _validate_record(self, key: str, value: bytes, expires_at: int) -> None:
+        record_validator(self._swarm_id, SystemClock().now_ms)(key, value, expires_at)
+
+
+class EngineNotices:
     """What an engine says, on any thread: shown at once while there is no event stream, then part of it."""
 
     def __init__(self, show: Callable[[Event], None]) -> None:
@@ -177,13 +231,13 @@ class _EngineNotices:
     def __call__(self, level: NoticeLevel, text: str) -> None:
         self._emit(Notice(at=SystemClock().now_ms(), level=level, text=text))
 
-    def through(self, bus: EventBus) -> None:
+    def through(self, runtime: Runtime) -> None:
         """From now on, through the running loop."""
         loop = asyncio.get_running_loop()
 
         def emit(event: Event) -> None:
             if not loop.is_closed():
-                loop.call_soon_threadsafe(bus.emit, event)
+                loop.call_soon_threadsafe(runtime.emit, event)
 
         self._emit = emit
 
@@ -223,31 +277,6 @@ class _Signals:
     def _tell(self) -> None:
         if self.received is not None and self._stop is not None:
             self._stop(f"signal {self.received.name}")
-
-
-def _warning(clock: Clock, text: str) -> Notice:
-    return Notice(at=clock.now_ms(), level=NoticeLevel.WARNING, text=text)
-
-
-def fetch_charter_from(address: str, config: NodeConfig) -> Charter:
-    """Connect to `address`, fetch and check its swarm's charter, keep it at home. Raises AddressError,
-    CharterError."""
-    peer_id_of(address)
-    config.policy.folder(config.home)
-    home = Home(config.home).create()
-    with hold(home.lock):
-        load_or_create_key(home.key)
-
-        async def fetch() -> Charter:
-            transport = await open_transport(home.key)
-            try:
-                return await fetch_charter(transport, await transport.connect(address))
-            finally:
-                await transport.close()
-
-        charter = asyncio.run(fetch())
-        write_atomically(home.charter, charter_bytes(charter))
-    return charter
 
 
 @contextlib.asynccontextmanager

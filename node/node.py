@@ -45,22 +45,24 @@ import asyncio
 import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import msgspec
 from torch import Tensor
 
 from node.compute import Lane
-from node.config import NodeConfig
-from node.core import CoreParts, NodeCore, Stages
+from node.core import NodeCore, Stages
 from node.events import Evaluated, Health, NoticeLevel
+from node.membership import Membership
 from node.network import Network
+from node.open.parts import Parts
+from node.open.stores import Stores
 from node.peers.trust import Hardness, Standing
+from node.runtime import Runtime
 from node.share.accepted import Accepted
 from node.share.collect import Collector, Fetched
 from node.share.gossip import Heard
 from node.share.pool import ReplayPool
-from node.supervise import StageGauge
+from node.supervise import StageGauge, resident_bytes
 from node.train.batch import TrainingBatch
 from node.train.checkpoint import prune, save_checkpoint, take_weights
 from node.train.evaluate import HeldOut
@@ -68,16 +70,15 @@ from node.train.ewma import Ewma
 from node.train.groups import OWN_SOURCE
 from node.train.objectives import Need
 from node.train.old_policy import OldPolicy
-from node.train.settings import TrainSettings
 from node.train.snapshots import Snapshots
 from node.train.stability import RollBack
 from node.train.stage import StagePlan, TrainStage
-from node.train.step import StepReport, Trainer
+from node.train.step import StepReport
 from node.train.supervisor import Supervisor
+from node.transport.base import Transport
 from node.verify.lineage import OwnLineage
 from node.verify.pipeline import Verifier
 from node.verify.stage import VerifyStage
-from node.verify.tokens import Decode
 from node.weight.answered import AnsweredPrompts
 from node.weights.engine_sync import EngineBroadcast
 from node.weights.merge.adopt import MergeAdoption
@@ -87,7 +88,7 @@ from node.weights.publish.owner import OwnerBroadcast
 from node.weights.sharing import WeightsSharing
 from protocol.messages import Digest, Lineage, PeerId, PromptRef, SignedLink
 
-__all__ = ["Node", "NodeParts"]
+__all__ = ["Node"]
 
 STOCK_STEPS = 2
 """Unused groups kept in the pool, in steps' worth of external groups: enough to choose, little to grow
@@ -97,57 +98,59 @@ SETTLE_MS = 3000
 either may come first. What is heard until then is evidence for the copy check, and not fetched."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class NodeParts(CoreParts):
-    """What a trainer is made of."""
-
-    settings: TrainSettings
-    trainer: Trainer
-    decoders: Mapping[Digest, Decode]
-
-
 class Node(NodeCore):
     """All stages of one trainer. `run` returns when the steps are done (or `stop` was called) and all is
     closed."""
 
-    def __init__(self, config: NodeConfig, parts: NodeParts) -> None:
-        self._parts = parts
+    def __init__(
+        self,
+        parts: Parts,
+        runtime: Runtime,
+        membership: Membership,
+        stores: Stores,
+        transport: Transport | None,
+        rss_bytes: Callable[[], int] = resident_bytes,
+    ) -> None:
+        if parts.learner is None:
+            raise ValueError("a trainer needs a learner among its parts")
+        self._learner = learner = parts.learner
         self._lineage = Lineage(
-            owner=parts.identity.peer_id,
+            owner=membership.peer_id,
             base_model=parts.policy.base_model,
             tokenizer=parts.policy.tokenizer_digest,
         )
-        super().__init__(config, parts)
+        super().__init__(parts, runtime, membership, stores, transport, rss_bytes)
+        config = self.config
         self.finished = asyncio.Event()
         """Set once all steps are done and evaluated."""
-        self._saved_version = parts.trainer.policy_version
+        self._saved_version = learner.trainer.policy_version
         self._answered = AnsweredPrompts()
-        self._pool = ReplayPool(config.share.pool_groups, config.share.max_uses, self._rng)
+        self._pool = ReplayPool(config.share.pool_groups, config.share.max_uses, self._runtime.rng)
         self._pooled = asyncio.Event()
         self._fetched: asyncio.Queue[Fetched] = asyncio.Queue(config.verify.queue)
-        self._broadcast_gauge = StageGauge("broadcast", self._clock, "a new version")
+        self._broadcast_gauge = StageGauge("broadcast", self._runtime.clock, "a new version")
         self._engine = EngineBroadcast(
-            parts.trainer,
+            learner.trainer,
             parts.engine,
             parts.policy,
             prompts=lambda: [prompt.text for prompt in self._held_out.prompts()],
             tolerance=config.rollout.parity_tolerance,
             probe_every=config.train.checkpoint_every,
             sequential=config.policy.sharing == "sequential",
-            compute=self._compute,
+            compute=self._runtime.compute,
             gauge=self._broadcast_gauge,
-            notice=self._notice,
+            notice=self._runtime.notice,
             proven=self._offer,
         )
         self._rollout = self._open_rollout(self._engine.awake)
         self._gauge(
             self._rollout.gauge,
-            StageGauge("verify", self._clock, "fetched bodies", self._fetched.maxsize, self._fetched.qsize),
-            StageGauge("share", self._clock, "offers", self._pool.capacity, lambda: len(self._pool)),
-            StageGauge("weight", self._clock, "a step"),
-            StageGauge("train", self._clock, "own groups"),
+            StageGauge("verify", self._runtime.clock, "fetched bodies", self._fetched.maxsize, self._fetched.qsize),
+            StageGauge("share", self._runtime.clock, "offers", self._pool.capacity, lambda: len(self._pool)),
+            StageGauge("weight", self._runtime.clock, "a step"),
+            StageGauge("train", self._runtime.clock, "own groups"),
             self._broadcast_gauge,
-            *([StageGauge("merge", self._clock, "the next round")] if config.merge.enabled else []),
+            *([StageGauge("merge", self._runtime.clock, "the next round")] if config.merge.enabled else []),
         )
         self._held_out = HeldOut(
             parts.engine,
@@ -155,20 +158,20 @@ class Node(NodeCore):
             self._universe,
             self._own_scorer.reward,
             per_task=config.evaluate.prompts_per_task,
-            max_new_tokens=parts.charter.max_new_tokens,
+            max_new_tokens=membership.charter.max_new_tokens,
         )
         self._verifier = Verifier(
-            self._charter,
-            self._swarm_id,
+            self._membership.charter,
+            self._membership.swarm_id,
             self._peers,
-            clock=self._clock,
-            compute=self._compute,
+            clock=self._runtime.clock,
+            compute=self._runtime.compute,
             item_at=self._universe.item,
             scorer=parts.sandbox,
-            decoders=parts.decoders,
+            decoders=learner.decoders,
             policy=parts.policy,
             engine=parts.engine,
-            own=OwnLineage(self._lineage, lambda: parts.trainer.policy_version),
+            own=OwnLineage(self._lineage, lambda: learner.trainer.policy_version),
             enabled=config.verify.enabled,
         )
         self._collector: Collector | None = None
@@ -195,7 +198,7 @@ class Node(NodeCore):
             gauge=self._gauges["share"],
             parallel=share.fetch_parallel,
             timeout_s=share.fetch_timeout_s,
-            clock=self._clock,
+            clock=self._runtime.clock,
             wanted=self._wanted,
             waiting_of=self._pool.unused,
             answered=self._is_answered,
@@ -207,33 +210,33 @@ class Node(NodeCore):
     def _own(self, network: Network, sharing: WeightsSharing) -> OwnerBroadcast:
         parts = self._parts
         return OwnerBroadcast(
-            parts.identity,
-            self._swarm_id,
+            self._membership.identity,
+            self._membership.swarm_id,
             self._lineage,
             parts.policy,
-            parts.settings.adapter,
+            self._learner.settings.adapter,
             sharing,
             anchor_every=self.config.broadcast.anchor_every,
-            compute=self._compute,
-            clock=self._clock,
-            bus=self._bus,
+            compute=self._runtime.compute,
+            clock=self._runtime.clock,
+            bus=self._runtime.bus,
             gauge=self._gauges["broadcast"],
-            notice=self._notice,
+            notice=self._runtime.notice,
             followers=lambda: len(network.members_of(self._lineage)),
         )
 
     def _merging(self, network: Network, sharing: WeightsSharing, owner: OwnerBroadcast) -> Merger:
         merge, base_model = self.config.merge, self._lineage.base_model
         return Merger(
-            self._parts.identity,
-            self._swarm_id,
+            self._membership.identity,
+            self._membership.swarm_id,
             self._lineage,
             *owner.base,
             network.transport,
             sharing.exchange,
             rule=MergeRule(
                 strategy=Strategy(merge.strategy),
-                window_ms=self._charter.window_ms,
+                window_ms=self._membership.charter.window_ms,
                 max_age_windows=merge.max_age_windows,
                 norm_limit=merge.norm_limit,
                 trim=merge.trim,
@@ -248,28 +251,28 @@ class Node(NodeCore):
             contribute=lambda: self._contribute(owner),
             partners=lambda: network.trainers_of(base_model),
             admitted=self._may_merge,
-            window=self._window,
+            window=self._membership.window,
             failed=self._peers.refused,
-            notice=self._notice,
-            compute=self._compute,
-            clock=self._clock,
+            notice=self._runtime.notice,
+            compute=self._runtime.compute,
+            clock=self._runtime.clock,
             gauge=self._gauges["merge"],
         )
 
     def _adoption(self, merger: Merger) -> MergeAdoption:
         merge = self.config.merge
         return MergeAdoption(
-            self._parts.trainer,
+            self._learner.trainer,
             self._parts.engine,
             self._engine,
             take=merger.take,
             rewards=lambda: self._held_out.rewards(merge.probe_prompts),
             confidence=merge.confidence,
             tolerance=merge.tolerance,
-            compute=self._compute,
-            clock=self._clock,
-            bus=self._bus,
-            notice=self._notice,
+            compute=self._runtime.compute,
+            clock=self._runtime.clock,
+            bus=self._runtime.bus,
+            notice=self._runtime.notice,
         )
 
     def _supervise(self) -> Supervisor | None:
@@ -278,11 +281,11 @@ class Node(NodeCore):
             return None
         if self.config.policy.sharing == "sequential":
             supervise = supervise.model_copy(update={"kl_rows": 0})
-        return Supervisor(self._parts.trainer, supervise)
+        return Supervisor(self._learner.trainer, supervise)
 
     def _step(self, supervisor: Supervisor | None) -> Callable[[TrainingBatch], StepReport]:
         """A step of the trainer, with what surrounds it."""
-        trainer, train, needs = self._parts.trainer, self.config.train, self._parts.settings.needs
+        trainer, train, needs = self._learner.trainer, self.config.train, self._learner.settings.needs
         step = supervisor.step if supervisor is not None else trainer.step
         if not needs & {Need.SNAPSHOT, Need.EWMA}:
             return step
@@ -300,8 +303,8 @@ class Node(NodeCore):
             pool=self._pool,
             peers=self._peers,
             answered=self._answered,
-            clock=self._clock,
-            bus=self._bus,
+            clock=self._runtime.clock,
+            bus=self._runtime.bus,
             gauge=self._gauges["verify"],
             pooled=self._pooled,
         )
@@ -309,9 +312,9 @@ class Node(NodeCore):
     def _train(self) -> TrainStage:
         parts, train, supervisor = self._parts, self.config.train, self._supervise()
         return TrainStage(
-            parts.trainer,
+            self._learner.trainer,
             parts.policy,
-            parts.settings,
+            self._learner.settings,
             StagePlan(
                 steps=train.steps,
                 local_groups=train.local_groups,
@@ -326,9 +329,9 @@ class Node(NodeCore):
             pooled=self._pooled,
             peers=self._peers,
             answered=self._answered,
-            rules=self._charter.rules,
+            rules=self._membership.charter.rules,
             lineage=self._lineage,
-            window=self._window,
+            window=self._membership.window,
             peers_active=self._peers_active,
             drawn=self._nudge,
             used=self._admission.used,
@@ -340,9 +343,9 @@ class Node(NodeCore):
             broadcast=self._engine.broadcast,
             evaluate=self._evaluate,
             save=self._save,
-            compute=self._compute,
-            clock=self._clock,
-            bus=self._bus,
+            compute=self._runtime.compute,
+            clock=self._runtime.clock,
+            bus=self._runtime.bus,
             gauge=self._gauges["train"],
             weight_gauge=self._gauges["weight"],
             finished=self.finished,
@@ -366,7 +369,9 @@ class Node(NodeCore):
 
     async def _begin(self) -> None:
         if self._saved_version:
-            self._notice(NoticeLevel.INFO, f"goes on from the checkpoint of version {self._saved_version}")
+            self._runtime.notice(
+                NoticeLevel.INFO, f"goes on from the checkpoint of version {self._saved_version}"
+            )
         if self._network is not None and self._sharing is not None and self._owner is not None:
             await self._continue_chain(self._owner)
             if self.config.merge.enabled:
@@ -375,21 +380,21 @@ class Node(NodeCore):
     async def _continue_chain(self, owner: OwnerBroadcast) -> None:
         """Where the published chain and this run part, go on so that the chain never goes back: with its
         newer weights where this run made it, else with the run's own weights as its next version."""
-        trainer, mark = self._parts.trainer, self._run_dir.published
+        trainer, mark = self._learner.trainer, self._run_dir.published
         left = await owner.open()
         if left is not None and left[0] >= trainer.policy_version:
             version, weights = left
             if weights is None or not mark.exists():
                 if weights is not None:
                     text = f"another run published up to v{version}: this one begins at v{version + 1}"
-                    self._notice(NoticeLevel.INFO, text)
+                    self._runtime.notice(NoticeLevel.INFO, text)
                 version, weights = version + 1, trainer.state_dict()
             elif version > trainer.policy_version:
                 saved = f"the checkpoint of v{trainer.policy_version}" if trainer.policy_version else "new"
                 text = f"goes on from v{version}, which was published; moments of the optimiser: {saved}"
-                self._notice(NoticeLevel.INFO, text)
+                self._runtime.notice(NoticeLevel.INFO, text)
             if version > trainer.policy_version:
-                await self._compute.run(
+                await self._runtime.run(
                     Lane.TRAIN, take_weights, trainer, self._parts.engine, weights, version
                 )
         mark.parent.mkdir(parents=True, exist_ok=True)
@@ -410,7 +415,7 @@ class Node(NodeCore):
             self._stop.set()
 
     def _steps(self) -> int:
-        return self._parts.trainer.steps
+        return self._learner.trainer.steps
 
     # --- what stages call ---------------------------------------------------------------------------------
 
@@ -439,10 +444,10 @@ class Node(NodeCore):
         return self._merger.providers(root) if self._merger is not None else ()
 
     async def _evaluate(self, moment: str) -> None:
-        report = await self._compute.run(Lane.EVALUATE, self._held_out.evaluate)
-        self._bus.emit(
+        report = await self._runtime.run(Lane.EVALUATE, self._held_out.evaluate)
+        self._runtime.emit(
             Evaluated(
-                at=self._clock.now_ms(),
+                at=self._runtime.now_ms(),
                 policy_version=report.policy_version,
                 moment=moment,
                 prompts=report.prompts,
@@ -457,10 +462,10 @@ class Node(NodeCore):
     async def _probe(self, supervisor: Supervisor) -> RollBack | None:
         """What was undone because the engine's weights, the trainer's, answer held-out prompts worse than
         earlier ones did. The engine has the earlier ones then."""
-        rewards = await self._compute.run(
+        rewards = await self._runtime.run(
             Lane.EVALUATE, self._held_out.rewards, self.config.supervise.probe_prompts
         )
-        undone = await self._compute.run(Lane.TRAIN, supervisor.probe, rewards)
+        undone = await self._runtime.run(Lane.TRAIN, supervisor.probe, rewards)
         if undone is not None:
             await self._engine.replace(None, anchor=False)
         return undone
@@ -469,15 +474,15 @@ class Node(NodeCore):
         """Checkpoint, of a version that has none, and trust to disk. A full disk costs that, not the run."""
         standings = self._peers.standings()
         try:
-            await self._compute.run(Lane.TRAIN, self._write, standings)
+            await self._runtime.run(Lane.TRAIN, self._write, standings)
         except OSError as error:
-            version = self._parts.trainer.policy_version
-            self._notice(
+            version = self._learner.trainer.policy_version
+            self._runtime.notice(
                 NoticeLevel.WARNING, f"version {version} was not saved: {error}; make room on the disk"
             )
 
     def _write(self, standings: Sequence[Standing]) -> None:
-        trainer, folder = self._parts.trainer, self._run_dir.checkpoints
+        trainer, folder = self._learner.trainer, self._run_dir.checkpoints
         if trainer.policy_version != self._saved_version:
             save_checkpoint(trainer, folder / f"v{trainer.policy_version}")
             prune(folder, trainer.policy.base_model, self.config.train.keep_checkpoints)
@@ -509,7 +514,7 @@ class Node(NodeCore):
 
     def _settled(self) -> bool:
         connected_at = self._network.presence.first_connected_at if self._network is not None else None
-        return connected_at is not None and self._clock.now_ms() - connected_at >= SETTLE_MS
+        return connected_at is not None and self._runtime.now_ms() - connected_at >= SETTLE_MS
 
     def _nudge(self) -> None:
         if self._collector is not None:
@@ -523,7 +528,7 @@ class Node(NodeCore):
 
     def _emit_weights(self) -> None:
         if self._owner is not None:
-            self._bus.emit(self._owner.seen())
+            self._runtime.emit(self._owner.seen())
 
     def _health_now(self) -> Health:
         return msgspec.structs.replace(

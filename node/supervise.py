@@ -15,10 +15,12 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import Any
 
+import psutil
+
 from node.clock import Clock
 from node.events import StageStatus
 
-__all__ = ["LoopLag", "StageGauge", "run_stages", "sole_cause"]
+__all__ = ["LoopLag", "StageGauge", "resident_bytes", "run_stages", "sole_cause"]
 
 
 class StageGauge:
@@ -106,6 +108,11 @@ class LoopLag:
             return 0.0
         ordered = sorted(self._lags_s)
         return ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process."""
+    return int(psutil.Process().memory_info().rss)
 
 
 async def run_stages(stages: Mapping[str, Coroutine[Any, Any, None]], *, until: asyncio.Event) -> None:

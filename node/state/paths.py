@@ -101,6 +101,11 @@ class Home:
         return self.root / "state"
 
     @property
+    def trust(self) -> Path:
+        """What is remembered of peers' conduct."""
+        return self.state / "trust.json"
+
+    @property
     def weights(self) -> Path:
         """Blobs of weights, this node's and those it passes on."""
         return self.state / "weights"

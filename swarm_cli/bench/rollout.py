@@ -32,8 +32,8 @@ from itertools import islice
 from statistics import median
 from typing import Any, Literal
 
-from node.build import device_of
 from node.config import NodeConfig
+from node.open.machine import device_of
 from node.rollout.engine._vllm_arguments import GPU_MEMORY_SHARE
 from node.rollout.engine.base import Engine
 from node.rollout.engine.transformers import TransformersEngine

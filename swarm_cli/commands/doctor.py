@@ -26,7 +26,6 @@ from swarm_cli.output import out, write_json
 
 if TYPE_CHECKING:
     from node.config import NodeConfig
-    from protocol.messages import Charter
 
 __all__ = [
     "Finding",
@@ -174,13 +173,13 @@ def check_key(path: Path) -> Finding:
 
 def check_charter(config: NodeConfig) -> Finding:
     """The charter that a run would use is signed and consistent."""
-    from node.build import inspect_charter
+    from node.open.charter import inspect_charter
 
     try:
-        path, name = inspect_charter(config)
+        path, charter = inspect_charter(config)
     except SwarmError as error:
         return Finding("charter", False, str(error), "ask for the charter again: swarm join ADDRESS")
-    return Finding("charter", True, f"{name} ({path})")
+    return Finding("charter", True, f"{charter.name} ({path})")
 
 
 def check_listen(listen: str) -> Finding:
@@ -255,7 +254,7 @@ def _version(package: str) -> str:
 
 def check_policy(config: NodeConfig) -> Finding:
     """The policy can be opened, and the device that the configuration names is there."""
-    from node.build import device_of
+    from node.open.machine import device_of
     from node.rollout.policy import Policy
 
     try:
@@ -272,28 +271,18 @@ def check_policy(config: NodeConfig) -> Finding:
 
 def check_memory(config: NodeConfig) -> Finding:
     """Policy, engine and trainer fit into the memory of the device, by the plan that a run makes."""
-    from node.build import plan_of
+    from node.open.charter import inspect_charter
+    from node.open.settings import memory_plan
     from node.rollout.policy import Policy
 
     fix = "set policy.path to a smaller model, or policy.memory_gib to what you want to plan with"
     try:
-        plan = plan_of(config, _charter(config), Policy.open(config.policy.folder(config.home)))
+        _, charter = inspect_charter(config)
+        plan = memory_plan(config, charter, Policy.open(config.policy.folder(config.home)))
     except (SwarmError, ImportError) as error:
         return Finding("memory", False, str(error).partition("\n")[0], fix)
     first, *_, last = plan.lines()
     return Finding("memory", True, f"{first.removeprefix('memory plan for ')}, {last.strip()}")
-
-
-def _charter(config: NodeConfig) -> Charter:
-    """The charter that a run would use; one that would be founded gets a founder who does not exist."""
-    from node.build import inspect_charter
-    from protocol.charter import decode_charter, found
-    from protocol.identity import Identity
-
-    path, _ = inspect_charter(config)
-    if path.suffix == ".toml":
-        return found(Identity.generate(), path.read_text(encoding="utf-8"), 0)
-    return decode_charter(path.read_bytes())
 
 
 def check_sandbox() -> Finding:

@@ -28,20 +28,11 @@ def join(
     resolved = resolve(config, setting, home, name=name, train__steps=steps)
     if resolved.network.transport != "hivemind":
         raise ConfigError(f"network.transport is {resolved.network.transport!r}; joining needs 'hivemind'")
-    from node.events import inert
-    from node.main import fetch_charter_from
-    from node.state.paths import Home
     from node.transport import peer_id_of
-    from protocol.charter import swarm_id
 
     peer_id_of(address)
     fetch_missing(resolved)
     err.print(f"asking {address} for its charter")
-    charter = fetch_charter_from(address, resolved)
-    access = f"closed, {len(charter.members)} members" if charter.members else "open to everybody"
-    tasks = ", ".join(spec.name for spec in charter.environments)
-    err.print(f"swarm {inert(charter.name)} ({swarm_id(charter)[:12]}), {access}; trains on {inert(tasks)}")
     bootstraps = tuple(dict.fromkeys((address, *resolved.network.bootstraps)))
     network = resolved.network.model_copy(update={"bootstraps": bootstraps})
-    kept = str(Home(resolved.home).charter)
-    run_here(resolved.model_copy(update={"network": network, "charter": kept}), json=json)
+    run_here(resolved.model_copy(update={"network": network}), json=json, join=address)

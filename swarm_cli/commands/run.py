@@ -14,6 +14,7 @@ from swarm_cli.output import err, write_json
 if TYPE_CHECKING:
     from node.config import NodeConfig
     from node.events import Event
+    from protocol.messages import Charter
 
 __all__ = ["NameOption", "StepsOption", "run", "run_here"]
 
@@ -41,12 +42,12 @@ def run(
     run_here(resolved, json=json)
 
 
-def run_here(config: NodeConfig, *, json: bool) -> None:
-    """Run a node in this process and print its progress; its first and last events as JSON with `json`."""
-    err.print(f"starting {config.name}: loading torch, policy and sandbox takes some seconds")
+def run_here(config: NodeConfig, *, json: bool, join: str = "") -> None:
+    """Run a node in this process and print its progress; its first and last events as JSON with `json`. With
+    `join` in the swarm of the node at that address."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    from node.main import run_node
+    from node.main import join_node, run_node
     from swarm_cli.progress import progress_line
 
     last: dict[str, Any] = {}
@@ -57,9 +58,31 @@ def run_here(config: NodeConfig, *, json: bool) -> None:
             last[type(event).__name__] = event
             err.print(line)
 
-    done = run_node(config, show)
+    def joining(charter: Charter) -> None:
+        err.print(_swarm_line(charter))
+        err.print(_starting_line(config))
+
+    if join:
+        done = join_node(config, join, joining, show)
+    else:
+        err.print(_starting_line(config))
+        done = run_node(config, show)
     last.pop("Notice", None)
     if json:
         write_json(last)
     if not done:
         raise KeyboardInterrupt
+
+
+def _starting_line(config: NodeConfig) -> str:
+    return f"starting {config.name}: loading torch, policy and sandbox takes some seconds"
+
+
+def _swarm_line(charter: Charter) -> str:
+    """The swarm that is joined; what its founder wrote is made inert."""
+    from node.events import inert
+    from protocol.charter import swarm_id
+
+    access = f"closed, {len(charter.members)} members" if charter.members else "open to everybody"
+    tasks = ", ".join(spec.name for spec in charter.environments)
+    return f"swarm {inert(charter.name)} ({swarm_id(charter)[:12]}), {access}; trains on {inert(tasks)}"

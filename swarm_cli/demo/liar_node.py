@@ -18,12 +18,14 @@ import sys
 from collections import OrderedDict
 from pathlib import Path
 
-from node.build import load_charter, open_engine, open_environments, open_policy, open_sandbox
 from node.clock import Clock, SystemClock
 from node.compute import Lane, ThreadCompute
 from node.config import NodeConfig, load_config
 from node.events import EventBus, NoticeLevel
 from node.membership import Membership
+from node.open.charter import read_or_found_charter
+from node.open.engine import open_engine
+from node.open.policy import open_environments, open_policy, open_sandbox
 from node.peers.book import PeerBook
 from node.peers.presence import Presence
 from node.peers.trust import TrustSettings
@@ -162,7 +164,7 @@ async def _run(config: NodeConfig) -> None:
     clock = SystemClock()
     home = Home(config.home)
     identity = load_key(home.key)
-    charter = load_charter(config, identity, clock.now_ms())
+    charter = read_or_found_charter(config, identity, clock.now_ms())
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -8,34 +8,32 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import signal
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
-from node.build import (
-    load_charter,
-    load_role,
-    open_environments,
-    open_node,
-    open_sandbox,
-    require_strength,
-)
 from node.clock import VirtualClock, run_virtual
 from node.compute import InlineCompute, Lane
 from node.core import NodeCore
-from node.events import Event, EventBus, Notice, NoticeLevel
+from node.events import Event, EventBus, NoticeLevel
+from node.membership import Membership
 from node.node import Node
+from node.open.charter import read_or_found_charter
+from node.open.node import open_node
+from node.open.parts import open_parts
+from node.open.policy import open_environments, open_sandbox, require_strength
+from node.open.stores import memory_stores
+from node.runtime import Runtime
 from node.sandbox.scorer import Scorer
-from node.state.stores import MemorySequence, MemoryWindows
 from node.supervise import sole_cause
 from node.telemetry import JsonlSink
 from node.transport.links import LINKS
 from node.transport.memory import MemoryNetwork
-from protocol.charter import swarm_id
 from protocol.messages import Charter
 from protocol.records import record_validator
-from protocol.replay import ReplayCache
 from swarm_cli.demo.plan import DemoPlan, PlannedNode
 
 __all__ = ["simulate"]
@@ -70,17 +68,14 @@ async def _simulate(plan: DemoPlan, show: Callable[[str, Event], None]) -> None:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, simulation.cancel)
     clock = VirtualClock()
-    network = MemoryNetwork(plan.options.seed, LINKS["home"], clock)
-    charter = load_charter(plan.nodes[0].config, plan.nodes[0].identity, clock.now_ms())
-    sandbox = open_sandbox(plan.nodes[0].config, charter)
+    first = plan.nodes[0]
+    charter = read_or_found_charter(first.config, first.identity, clock.now_ms())
     with contextlib.ExitStack() as stack:
-        stack.callback(sandbox.close)
+        sandbox = stack.enter_context(contextlib.closing(open_sandbox(first.config, charter)))
         sandbox.start()
         require_strength(sandbox, open_environments(charter))
-        nodes = [
-            await _build(planned, charter, sandbox, network, clock, show, stack)
-            for planned in (*plan.honest, *plan.followers)
-        ]
+        swarm = _Swarm(charter, sandbox, MemoryNetwork(plan.options.seed, LINKS["home"], clock), stack, show)
+        nodes = [await swarm.add(planned, clock) for planned in (*plan.honest, *plan.followers)]
         async with asyncio.TaskGroup() as group:
             for node in nodes:
                 group.create_task(node.run(), name=node.config.name)
@@ -96,50 +91,37 @@ async def _stop_all(nodes: list[NodeCore]) -> None:
         node.stop("steps done")
 
 
-async def _build(
-    planned: PlannedNode,
-    charter: Charter,
-    sandbox: Scorer,
-    network: MemoryNetwork,
-    clock: VirtualClock,
-    show: Callable[[str, Event], None],
-    stack: contextlib.ExitStack,
-) -> NodeCore:
-    """A node; what must be closed goes on `stack`."""
-    run_dir = planned.home.run(planned.config.run).create()
-    bus = EventBus()
-    sink = JsonlSink(run_dir.metrics)
-    stack.callback(sink.close)
-    bus.subscribe(sink)
-    bus.subscribe(lambda event: show(planned.config.name, event))
+@dataclass(frozen=True)
+class _Swarm:
+    """What the nodes of a simulation share."""
 
-    def notice(level: NoticeLevel, text: str) -> None:
-        if (
-            level == NoticeLevel.INFO
-        ):  # such as the memory plan, which two runs of the same seed need not share
-            return
-        bus.emit(Notice(at=clock.now_ms(), level=level, text=text))
+    charter: Charter
+    sandbox: Scorer
+    network: MemoryNetwork
+    stack: contextlib.ExitStack
+    """Closes what the nodes leave open."""
+    show: Callable[[str, Event], None]
 
-    config, loaded = load_role(planned.config, charter, notice)
-    stack.callback(loaded.engine.close)
-    transport = None
-    if config.network.transport != "none":
-        transport = network.transport(
-            planned.identity.peer_id, validate_record=record_validator(swarm_id(charter), clock.now_ms)
-        )
-        await transport.start()
-    rest = {
-        "identity": planned.identity,
-        "charter": charter,
-        "sandbox": sandbox,
-        "transport": transport,
-        "sequence": MemorySequence(clock.now_ms()),
-        "replay": ReplayCache(),
-        "windows": MemoryWindows(),
-        "standings": (),
-        "clock": clock,
-        "compute": InlineCompute(COSTS_S),
-        "bus": bus,
-        "rss_bytes": lambda: 0,
-    }
-    return open_node(config, loaded, rest)
+    async def add(self, planned: PlannedNode, clock: VirtualClock) -> NodeCore:
+        """A node, connected and not running yet."""
+        name = planned.config.name
+        runtime = Runtime(clock, InlineCompute(COSTS_S), EventBus(), random.Random(planned.config.seed))
+        run_dir = planned.home.run(planned.config.run).create()
+        sink = self.stack.enter_context(contextlib.closing(JsonlSink(run_dir.metrics)))
+        runtime.bus.subscribe(sink)
+        runtime.bus.subscribe(lambda event: self.show(name, event))
+
+        def notice(level: NoticeLevel, text: str) -> None:
+            if level != NoticeLevel.INFO:  # the memory plan: two runs of one seed need not share it
+                runtime.notice(level, text)
+
+        parts = open_parts(planned.config, self.charter, self.sandbox, notice)
+        self.stack.callback(parts.engine.close)
+        membership = Membership(planned.identity, self.charter, clock)
+        transport = None
+        if parts.config.network.transport != "none":
+            validate = record_validator(membership.swarm_id, clock.now_ms)
+            transport = self.network.transport(membership.peer_id, validate_record=validate)
+            await transport.start()
+        stores = memory_stores(clock.now_ms())
+        return open_node(parts, runtime, membership, stores, transport, rss_bytes=lambda: 0)

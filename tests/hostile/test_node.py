@@ -167,9 +167,7 @@ def attacked(
                 await toy.task
                 assert toy.of(NodeStopped)[0].reason == "steps done"
                 assert len(toy.of(StepDone)) == 30
-                assert all(
-                    bool(torch.isfinite(tensor).all()) for tensor in toy.parts.trainer.state_dict().values()
-                )
+                assert all(bool(torch.isfinite(tensor).all()) for tensor in toy.trainer.state_dict().values())
             assert honest.peer_id in trained_on(victim)
             assert victim.peer_id in trained_on(honest)
             check(victim, honest, mallory)
@@ -234,8 +232,8 @@ def test_garbage_on_gossip_and_streams(tmp_path: Path, policies: Sequence[Policy
         assert refused["decode"] >= 8
         assert refused["frame_size"] >= 3
         assert refused["empty_frame"] >= 3
-        assert sum(victim.parts.transport.counters().values()) >= 9
-        assert {peer for peer, _ in victim.parts.transport.counters()} == {mallory.peer_id}
+        assert sum(victim.transport.counters().values()) >= 9
+        assert {peer for peer, _ in victim.transport.counters()} == {mallory.peer_id}
         assert "handler" not in refused  # no exception of ours at the boundary
 
     attacked(tmp_path, policies, attack, check)
@@ -334,7 +332,7 @@ REASONS = {
 
 def weights(toy: Toy) -> dict[str, bytes]:
     """Every byte of parameters and optimiser state."""
-    trainer = toy.parts.trainer
+    trainer = toy.trainer
     found = {name: tensor.numpy().tobytes() for name, tensor in trainer.state_dict().items()}
     for place, entries in enumerate(trainer.optimiser.state.values()):
         found |= {f"{place}.{name}": value.numpy().tobytes() for name, value in entries.items()}

@@ -273,18 +273,18 @@ def test_a_token_budget_needs_partial_rollouts() -> None:
 @pytest.mark.parametrize("name", ["demo", "gpu-24gb", "gpu-8gb", "smollm2-cpu"])
 def test_profiles_need_nothing_else(name: str, tmp_path: Path) -> None:
     """Each names a charter that can be founded and a policy that is bundled or can be got by name."""
-    from node.build import inspect_charter
+    from node.open.charter import inspect_charter
     from node.known_models import KNOWN_MODELS
 
     config = load_config([Path(name)], {"home": tmp_path})
-    assert inspect_charter(config)[1] in {"demo", "smollm2"}
+    assert inspect_charter(config)[1].name in {"demo", "smollm2"}
     assert config.policy.path in KNOWN_MODELS or config.policy.folder(tmp_path).is_dir()
     assert config.rollout.max_in_flight <= config.vllm.max_concurrent
     assert config.rollout.parity_tolerance == (0.1 if config.vllm.dtype == "bfloat16" else 1e-3)
 
 
 def test_the_charter_of_smollm2_fits_the_model_that_is_got() -> None:
-    from node.build import open_environments
+    from node.open.policy import open_environments
     from node.known_models import KNOWN_MODELS
     from protocol.charter import found
     from protocol.identity import Identity

@@ -14,8 +14,6 @@ import pytest
 import torch
 
 from node.clock import run_virtual
-from node.config import load_config
-from node.core import CoreParts
 from node.events import (
     GroupJudged,
     Health,
@@ -30,15 +28,13 @@ from node.events import (
     WeightsSeen,
     encode_event,
 )
-from node.follower import Follower
-from node.node import NodeParts
+from node.open.parts import Parts
 from node.peers.trust import load_standings
 from node.rollout.adapter import AdapterSpec
 from node.rollout.engine.transformers import TransformersEngine
 from node.rollout.policy import Policy
-from node.train.step import Trainer
 from protocol.errors import ConfigError
-from tests.node.toy import COSTS_S, Toy, ToySwarm
+from tests.node.toy import COSTS_S, Toy, ToySwarm, trained_otherwise
 from tests.node.weights.test_engine_sync import Drifting
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compiled_delta")]
@@ -83,7 +79,7 @@ def test_an_owner_trains_on_what_its_followers_generate(tmp_path: Path, policies
             assert sum(step.groups_followers for step in steps) >= 8
             lags = [step.staleness_followers for step in steps if step.groups_followers]
             assert sum(lags) / len(lags) > 0
-            assert max(lags) <= owner.parts.charter.rules.max_policy_lag
+            assert max(lags) <= owner.membership.charter.rules.max_policy_lag
             published = {event.policy_version: event.digest for event in owner.of(VersionPublished)}
             for follower in (first, second):
                 assert all(event.accepted for event in judged_by(owner, follower))
@@ -243,8 +239,8 @@ def test_another_run_of_the_same_node_never_takes_its_chain_back(
             await swarm.finished(again)
             assert again.of(Notice)[0].text == "another run published up to v4: this one begins at v5"
             assert [step.policy_version for step in again.of(StepDone)] == [6, 7]
-            start = again.parts.trainer.settings.learning_rate * 20
-            for name, tensor in again.parts.trainer.state_dict().items():
+            start = again.trainer.settings.learning_rate * 20
+            for name, tensor in again.trainer.state_dict().items():
                 assert torch.allclose(tensor, begin[name], atol=start)
 
     run_virtual(main())
@@ -382,10 +378,10 @@ def test_the_configured_owner_is_waited_for_while_it_is_in_quarantine(
     run_virtual(main())
 
 
-def engine_off(nats: float, *, heals: bool) -> Callable[[CoreParts], CoreParts]:
+def engine_off(nats: float, *, heals: bool) -> Callable[[Parts], Parts]:
     """An engine that asks to be probed and computes with something else."""
 
-    def change(parts: CoreParts) -> CoreParts:
+    def change(parts: Parts) -> Parts:
         engine = Drifting(parts.policy)
         engine.probe_each, engine.off_nats, engine.heals = True, nats, heals
         return dataclasses.replace(parts, engine=engine)
@@ -437,11 +433,8 @@ def test_an_adapter_travels_the_same_way(tmp_path: Path, policies: Sequence[Poli
     spec = AdapterSpec(4, 8.0)
     settings = {"policy__tuning": "lora", "policy__lora_rank": 4, "policy__lora_alpha": 8.0}
 
-    def trains_adapter(parts: NodeParts) -> NodeParts:
-        train = dataclasses.replace(parts.settings, adapter=spec)
-        return dataclasses.replace(
-            parts, settings=train, trainer=Trainer(parts.policy, train), engine=engine(parts.policy)
-        )
+    def trains_adapter(parts: Parts) -> Parts:
+        return dataclasses.replace(trained_otherwise(parts, adapter=spec), engine=engine(parts.policy))
 
     def engine(policy: Policy) -> TransformersEngine:
         return TransformersEngine(policy, adapter=spec)
@@ -471,7 +464,5 @@ def test_an_adapter_travels_the_same_way(tmp_path: Path, policies: Sequence[Poli
 
 async def test_a_follower_needs_a_network(tmp_path: Path, policies: Sequence[Policy]) -> None:
     async with ToySwarm(tmp_path, policies) as swarm:
-        config = load_config([], {"role": "follower", "home": tmp_path, "network.transport": "none"})
-        alone = await swarm.add("alone", 0, connected=False)
         with pytest.raises(ConfigError, match="nobody to follow"):
-            Follower(config, alone.parts)
+            await swarm.add_follower("alone", 0, connected=False)

@@ -8,7 +8,7 @@ import itertools
 import json
 import shutil
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,8 @@ from node.events import (
     StepDone,
     encode_event,
 )
-from node.node import NodeParts
+from node.open.parts import Parts
+from node.open.stores import Stores
 from node.peers.trust import load_standings
 from node.rollout.engine.transformers import TransformersEngine
 from node.rollout.environment import Prompt
@@ -40,9 +41,9 @@ from node.rollout.policy import Policy
 from node.state.paths import Home
 from node.train.checkpoint import resume
 from node.train.groups import OWN_SOURCE
-from protocol.charter import swarm_id
 from protocol.errors import ModelError
 from protocol.messages import PromptRef
+from protocol.replay import ReplayCache
 from tests.node.toy import COSTS_S, TASK, Toy, ToyEnvironment, ToySwarm, ToyTrouble
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compiled_delta")]
@@ -202,7 +203,7 @@ async def test_on_a_real_loop_with_real_threads(
             train__steps=5,
             train__external_wait_s=0.0,
             rollout__max_in_flight=max_in_flight,
-            change=lambda parts: dataclasses.replace(parts, compute=compute),
+            compute=compute,
         )
         async with asyncio.timeout(60):
             await swarm.run()
@@ -509,7 +510,7 @@ def test_a_stage_that_raises_ends_its_node_with_that_error_and_no_other(
             generation.wait = breaking  # type: ignore[method-assign]
             return generation
 
-    def breaking(parts: NodeParts) -> NodeParts:
+    def breaking(parts: Parts) -> Parts:
         return dataclasses.replace(parts, engine=Breaking(parts.policy))
 
     async def main() -> None:
@@ -534,7 +535,7 @@ def test_steps_that_are_never_finite_end_too(tmp_path: Path, policies: Sequence[
         async with ToySwarm(tmp_path, policies) as swarm:
             toy = await swarm.add("alice", 0, connected=False, train__steps=6)
             with torch.no_grad():
-                next(toy.parts.trainer.model.parameters()).fill_(torch.nan)
+                next(toy.trainer.model.parameters()).fill_(torch.nan)
             async with asyncio.timeout(120):
                 await swarm.run()
             steps = toy.of(StepDone)
@@ -571,16 +572,17 @@ def test_a_policy_that_no_prompt_fits_is_refused_at_the_first_evaluation(
 # --- a restart ----------------------------------------------------------------------------------------------
 
 
-def resumed(toy: Toy) -> Callable[[NodeParts], NodeParts]:
-    """The parts of a node that starts again in the home of `toy`."""
+def resumed(parts: Parts) -> Parts:
+    """The parts of a node that starts again in the same home."""
+    assert parts.learner is not None
+    resume(parts.learner.trainer, parts.engine, Home(parts.config.home).run("latest").checkpoints)
+    return parts
 
-    def change(parts: NodeParts) -> NodeParts:
-        home = Home(toy.node.config.home)
-        resume(parts.trainer, parts.engine, home.run("latest").checkpoints)
-        standings = load_standings(home.state / "trust.json", swarm_id(parts.charter))
-        return dataclasses.replace(parts, windows=toy.parts.windows, standings=standings)
 
-    return change
+def stores_after(toy: Toy) -> Stores:
+    """What outlived the process of `toy`."""
+    standings = load_standings(Home(toy.node.config.home).trust, toy.membership.swarm_id)
+    return dataclasses.replace(toy.stores, replay=ReplayCache(), standings=standings)
 
 
 def test_a_restarted_node_goes_on_and_its_peers_take_it_back(
@@ -600,7 +602,13 @@ def test_a_restarted_node_goes_on_and_its_peers_take_it_back(
             assert sorted(path.name for path in folder.iterdir()) == ["v6", "v8"]
 
             again = await swarm.add(
-                "alice", 0, bootstraps=[bob], train__steps=6, train__checkpoint_every=3, change=resumed(alice)
+                "alice",
+                0,
+                bootstraps=[bob],
+                train__steps=6,
+                train__checkpoint_every=3,
+                change=resumed,
+                stores=stores_after(alice),
             )
             assert again.parts.engine.policy_version == 8
             restarted_at = swarm.clock.now_ms()
@@ -616,8 +624,8 @@ def test_a_restarted_node_goes_on_and_its_peers_take_it_back(
             assert sorted(path.name for path in folder.iterdir()) == ["v11", "v14"]
             # what was known of others is known again, and others take what comes
             known = alice.node._peers.trust(bob.peer_id)
-            assert again.parts.standings[0].peer == bob.peer_id
-            assert again.parts.standings[0].accepted > 3
+            assert again.stores.standings[0].peer == bob.peer_id
+            assert again.stores.standings[0].accepted > 3
             assert known > 0.7
             judged = [
                 e for e in bob.of(GroupJudged) if e.author == alice.peer_id and e.at > restarted_at + 1000
@@ -733,7 +741,7 @@ def test_a_restart_within_a_window_answers_no_slot_twice(tmp_path: Path, policie
                 0,
                 bootstraps=[bob],
                 train__steps=5,
-                change=lambda parts: dataclasses.replace(parts, windows=alice.parts.windows),
+                stores=dataclasses.replace(alice.stores, replay=ReplayCache()),
             )
             await swarm.run(again)
             announced = [

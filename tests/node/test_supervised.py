@@ -21,21 +21,21 @@ from node.events import (
     VersionReached,
     encode_event,
 )
-from node.node import NodeParts
+from node.open.parts import Parts
 from node.rollout.policy import Policy
 from node.train.batch import TrainingBatch
 from node.train.checkpoint import read_state
 from node.train.objectives import open_objective
-from node.train.step import StepReport, Trainer
+from node.train.step import StepReport
 from protocol.errors import UnstableError
-from tests.node.toy import Toy, ToySwarm
+from tests.node.toy import Toy, ToySwarm, trained_otherwise
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compiled_delta")]
 
 
 def poison(toy: Toy, *numbers: int) -> None:
     """These steps, counted from 1, are far too large."""
-    trainer, made = toy.parts.trainer, iter(range(1, 10**6))
+    trainer, made = toy.trainer, iter(range(1, 10**6))
     real: Callable[[TrainingBatch], StepReport] = trainer.step
 
     def step(batch: TrainingBatch) -> StepReport:
@@ -93,7 +93,7 @@ def test_a_poisoned_update_goes_back_before_anybody_sees_it_and_training_goes_on
             assert [version for version, _ in reached] == sorted({version for version, _ in reached})
             assert reached[-1][0] > 7
             assert all(digests[version] == digest for version, digest in reached)
-            assert alice.parts.engine.policy_version == alice.parts.trainer.policy_version == 15
+            assert alice.parts.engine.policy_version == alice.trainer.policy_version == 15
             for each in alice.events:
                 encode_event(each)
 
@@ -182,17 +182,13 @@ def test_by_turns_with_the_engine_no_rollout_is_looked_at_again_and_probes_still
             assert [step.kl_step for step in alice.of(StepDone)] == [None] * 4
             assert [step.policy_version for step in alice.of(StepDone)] == [1, 2, 4, 5]
             assert [event.policy_version for event in alice.of(RolledBack)] == [3]
-            assert alice.parts.engine.policy_version == alice.parts.trainer.policy_version == 5
+            assert alice.parts.engine.policy_version == alice.trainer.policy_version == 5
 
     run_virtual(main())
 
 
-def with_objective(name: str, **options: Any) -> Callable[[NodeParts], NodeParts]:
-    def change(parts: NodeParts) -> NodeParts:
-        settings = dataclasses.replace(parts.settings, own=open_objective(name, options))
-        return dataclasses.replace(parts, settings=settings, trainer=Trainer(parts.policy, settings))
-
-    return change
+def with_objective(name: str, **options: Any) -> Callable[[Parts], Parts]:
+    return lambda parts: trained_otherwise(parts, own=open_objective(name, options))
 
 
 def test_a_node_tells_engine_mismatch_from_staleness_where_it_keeps_snapshots(

@@ -7,36 +7,47 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from node.clock import VirtualClock
-from node.compute import InlineCompute
+from node.compute import Compute, InlineCompute
 from node.config import NodeConfig, load_config
-from node.core import CoreParts
 from node.events import Event, EventBus
-from node.follower import Follower
-from node.node import Node, NodeParts
+from node.membership import Membership
+from node.open.node import open_node
+from node.open.parts import Learner, Parts
+from node.open.stores import Stores, memory_stores
 from node.rollout.engine.transformers import TransformersEngine
 from node.rollout.environment import Completion, Prompt, Score
 from node.rollout.policy import Policy
+from node.runtime import Runtime
 from node.sandbox.scorer import FailureReason, ScoredGroup, ScoreFailure, Scorer
 from node.sandbox.strength import SandboxReport, SandboxStrength
-from node.state.stores import MemorySequence, MemoryWindows
 from node.train.settings import TrainSettings
 from node.train.step import Trainer
 from node.transport.links import LINKS
 from node.transport.memory import MemoryNetwork, MemoryTransport
 from protocol.charter import found, swarm_id
-from protocol.identity import Identity
 from protocol.messages import Charter
 from protocol.records import record_validator
-from protocol.replay import ReplayCache
 from tests.node.verify.world import identity
 
-__all__ = ["COSTS_S", "TASK", "ToyEnvironment", "ToySandbox", "ToySwarm", "ToyTrouble", "make_charter"]
+__all__ = [
+    "COSTS_S",
+    "TASK",
+    "Toy",
+    "ToyEnvironment",
+    "ToySandbox",
+    "ToySwarm",
+    "ToyTrouble",
+    "make_charter",
+    "trained_otherwise",
+]
 
 TASK = "toy/odd"
 COSTS_S = {"generate": 0.1, "train": 0.2, "score": 0.005, "verify": 0.01, "evaluate": 0.1}
@@ -113,22 +124,38 @@ def make_charter(policies: Sequence[Policy], created_at: int, **rules: Any) -> C
 class Toy:
     """A node of the toy swarm and what it said."""
 
-    identity: Identity
     node: Any
     """Node or Follower."""
-    parts: Any
-    """NodeParts or CoreParts."""
+    parts: Parts
+    membership: Membership
+    stores: Stores
     transport: MemoryTransport | None
     events: list[Event] = field(default_factory=list)
     task: asyncio.Task[None] | None = None
 
     @property
     def peer_id(self) -> str:
-        return self.identity.peer_id
+        return self.membership.peer_id
+
+    @property
+    def trainer(self) -> Trainer:
+        """Of a node that trains."""
+        assert self.parts.learner is not None
+        return self.parts.learner.trainer
 
     def of(self, kind: type[E]) -> list[E]:
         """All events of one type."""
         return [event for event in self.events if isinstance(event, kind)]
+
+
+def trained_otherwise(parts: Parts, **changes: Any) -> Parts:
+    """`parts` with other settings of the trainer."""
+    assert parts.learner is not None
+    settings = dataclasses.replace(parts.learner.settings, **changes)
+    trainer = Trainer(parts.policy, settings)
+    return dataclasses.replace(
+        parts, learner=dataclasses.replace(parts.learner, settings=settings, trainer=trainer)
+    )
 
 
 class ToySwarm:
@@ -189,75 +216,50 @@ class ToySwarm:
         *,
         bootstraps: Sequence[Toy] = (),
         connected: bool = True,
-        change: Callable[[NodeParts], NodeParts] = lambda parts: parts,
+        change: Callable[[Parts], Parts] = lambda parts: parts,
+        stores: Stores | None = None,
+        compute: Compute | None = None,
         **settings: Any,
     ) -> Toy:
-        """A node that is not running yet."""
-        config, core, transport = await self._core(name, policy, bootstraps, connected, settings)
-        chosen = core["policy"]
-        train = TrainSettings(max_completion_tokens=40, length_norm_tokens=5, measure_start_kl=False)
-        parts = change(
-            NodeParts(
-                **core,
-                settings=train,
-                trainer=Trainer(chosen, train),
-                decoders={each.tokenizer_digest: each.decode for each in self.policies},
-            )
-        )
-        return self._watched(Toy(parts.identity, Node(config, parts), parts, transport))
-
-    async def add_follower(
-        self,
-        name: str,
-        policy: int = 0,
-        *,
-        bootstraps: Sequence[Toy] = (),
-        change: Callable[[CoreParts], CoreParts] = lambda parts: parts,
-        **settings: Any,
-    ) -> Toy:
-        """A node without a trainer that is not running yet."""
-        settings |= {"role": "follower"}
-        config, core, transport = await self._core(name, policy, bootstraps, True, settings)
-        parts = change(CoreParts(**core))
-        return self._watched(Toy(parts.identity, Follower(config, parts), parts, transport))
-
-    async def _core(
-        self, name: str, policy: int, bootstraps: Sequence[Toy], connected: bool, settings: Mapping[str, Any]
-    ) -> tuple[NodeConfig, dict[str, Any], MemoryTransport | None]:
-        """Configuration, the parts of any node, and its started transport."""
-        who = identity(name)
+        """A node that is not running yet; with `role="follower"` one without a trainer. `change` may replace
+        its parts."""
         addresses = tuple(f"/memory/p2p/{toy.peer_id}" for toy in bootstraps)
         config = self.config(name, network__bootstraps=addresses, **settings)
+        membership = Membership(identity(name), self.charter, self.clock)
         transport = None
         if connected:
-            transport = self.network.transport(
-                who.peer_id, validate_record=record_validator(self.swarm_id, self.clock.now_ms)
-            )
+            validate = record_validator(membership.swarm_id, self.clock.now_ms)
+            transport = self.network.transport(membership.peer_id, validate_record=validate)
             await transport.start()
-        chosen = self.policies[policy]
-        parts = {
-            "identity": who,
-            "charter": self.charter,
-            "policy": chosen,
-            "engine": TransformersEngine(chosen),
-            "environments": {TASK: ToyEnvironment()},
-            "sandbox": cast("Scorer", self.sandbox),
-            "transport": transport,
-            "sequence": MemorySequence(self.clock.now_ms()),
-            "replay": ReplayCache(),
-            "windows": MemoryWindows(),
-            "standings": (),
-            "clock": self.clock,
-            "compute": InlineCompute(self.costs_s),
-            "bus": EventBus(),
-            "rss_bytes": lambda: 0,
-        }
-        return config, parts, transport
-
-    def _watched(self, toy: Toy) -> Toy:
-        toy.parts.bus.subscribe(toy.events.append)
+        parts = change(self._parts(config, self.policies[policy]))
+        runtime = Runtime(
+            self.clock, compute or InlineCompute(self.costs_s), EventBus(), random.Random(config.seed)
+        )
+        stores = stores or memory_stores(self.clock.now_ms())
+        node = open_node(parts, runtime, membership, stores, transport, rss_bytes=lambda: 0)
+        toy = Toy(node, parts, membership, stores, transport)
+        runtime.bus.subscribe(toy.events.append)
         self.toys.append(toy)
         return toy
+
+    async def add_follower(self, name: str, policy: int = 0, **settings: Any) -> Toy:
+        """As `add`, without a trainer."""
+        return await self.add(name, policy, role="follower", **settings)
+
+    def _parts(self, config: NodeConfig, policy: Policy) -> Parts:
+        learner = None
+        if config.role == "trainer":
+            train = TrainSettings(max_completion_tokens=40, length_norm_tokens=5, measure_start_kl=False)
+            decoders = {each.tokenizer_digest: each.decode for each in self.policies}
+            learner = Learner(trainer=Trainer(policy, train), settings=train, decoders=decoders)
+        return Parts(
+            config=config,
+            policy=policy,
+            environments={TASK: ToyEnvironment()},
+            engine=TransformersEngine(policy),
+            sandbox=cast("Scorer", self.sandbox),
+            learner=learner,
+        )
 
     def start(self, *toys: Toy) -> None:
         """Run these nodes, or all."""
@@ -271,7 +273,7 @@ class ToySwarm:
 
     async def finished(self, *toys: Toy) -> None:
         """Wait until these nodes, or all trainers, have done their steps; what a node raised is raised."""
-        for toy in toys or [toy for toy in self.toys if isinstance(toy.node, Node)]:
+        for toy in toys or [toy for toy in self.toys if toy.parts.learner is not None]:
             if toy.task is None:
                 raise ValueError(f"{toy.node.config.name} was not started")
             done = asyncio.create_task(toy.node.finished.wait())

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from node.build import open_engine
 from node.config import VllmConfig, load_config
+from node.open.engine import open_engine
 from node.rollout.engine._vllm_process import EngineDied, VllmProcess
 from node.rollout.engine.base import EngineError
 from node.rollout.engine.vllm import VllmEngine

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from node.build import train_settings
 from node.config import load_config
+from node.open.settings import train_settings
 from node.rollout.policy import Policy
 from node.state.paths import bundled
 from node.train.batch import collate

@@ -7,8 +7,8 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from node.build import train_settings
 from node.config import OwnObjective, WeightConfig, load_config
+from node.open.settings import train_settings
 from node.state.paths import bundled
 from node.train.objectives import (
     EVERY_TRAINER,

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from node.budget import GIB, BudgetError, Machine, MemoryPlan, ModelFacts, Wishes, plan_memory
 from node.config import load_config
+from node.open.estimate import GIB, ModelFacts, Wishes
+from node.open.machine import Machine
+from node.open.memory import BudgetError, MemoryPlan, plan_memory
 from node.rollout.policy import Policy
 from node.state.paths import bundled
 from protocol.charter import found
@@ -40,7 +42,7 @@ def card(gib: float) -> Machine:
 
 
 def way(plan: MemoryPlan) -> tuple[str, str, str]:
-    return plan.tuning, plan.optimiser, plan.sharing
+    return plan.way.tuning, plan.way.optimiser, plan.way.sharing
 
 
 def sizes(plan: MemoryPlan, owner: str) -> dict[str, int]:
@@ -50,7 +52,7 @@ def sizes(plan: MemoryPlan, owner: str) -> dict[str, int]:
 def test_by_hand() -> None:
     plan = plan_memory(HALF, card(24), WISHES)
     assert way(plan) == ("full", "adamw", "concurrent")
-    assert (plan.dtype, plan.recompute, plan.micro_batch_tokens) == ("float32", False, 1024)
+    assert (plan.way.dtype, plan.way.recompute, plan.way.micro_batch_tokens) == ("float32", False, 1024)
     params, tokens = 494_032_768, 1280  # 1024 is less than one rollout with its prompt
     layer = 4 * (8 * 896 + 5 * 896 + 4 * 128 + 4 * 4864)
     assert sizes(plan, "trainer") == {
@@ -91,16 +93,17 @@ def test_the_best_way_that_fits(facts: ModelFacts, gib: int, expected: tuple[str
     plan = plan_memory(facts, card(gib), WISHES)
     assert way(plan) == expected
     assert plan.total_bytes <= 0.9 * gib * GIB
-    assert plan.dtype == ("float32" if expected[0] == "full" else "bfloat16")
+    assert plan.way.dtype == ("float32" if expected[0] == "full" else "bfloat16")
 
 
 def test_more_memory_is_spent_on_larger_passes() -> None:
     tokens = [
-        plan_memory(HALF, card(gib), replace(WISHES, tuning="full")).micro_batch_tokens for gib in (40, 80)
+        plan_memory(HALF, card(gib), replace(WISHES, tuning="full")).way.micro_batch_tokens
+        for gib in (40, 80)
     ]
     assert tokens == sorted(set(tokens))
     odd = plan_memory(HALF, card(80), replace(WISHES, micro_batch_tokens=3000))
-    assert odd.micro_batch_tokens == 3000
+    assert odd.way.micro_batch_tokens == 3000
 
 
 @pytest.mark.parametrize("facts", [SEVEN, ONE_AND_A_HALF])
@@ -146,7 +149,7 @@ def test_nothing_is_planned_that_is_not_installed() -> None:
         plan_memory(replace(HALF, params=1, layers=1, vocab=2), card(1), WISHES)
     with pytest.raises(BudgetError, match=r"lower vllm\.kv_cache_mib, rollout\.max_in_flight"):
         plan_memory(HALF, card(24), replace(WISHES, rollouts=4096))
-    assert plan_memory(HALF, replace(card(16), has_bitsandbytes=False), WISHES).optimiser == "adamw"
+    assert plan_memory(HALF, replace(card(16), has_bitsandbytes=False), WISHES).way.optimiser == "adamw"
 
 
 def test_a_share_that_is_too_small_for_vllm_is_refused_with_the_number() -> None:
@@ -161,7 +164,7 @@ def test_a_share_that_is_too_small_for_vllm_is_refused_with_the_number() -> None
 def test_the_embedded_engine_computes_as_the_trainer_does() -> None:
     wishes = replace(WISHES, engine="transformers", engine_dtype="float32")
     lora, full = (plan_memory(HALF, card(80), replace(wishes, tuning=tuning)) for tuning in ("lora", "full"))
-    assert (lora.dtype, full.dtype) == ("bfloat16", "float32")
+    assert (lora.way.dtype, full.way.dtype) == ("bfloat16", "float32")
     assert sizes(lora, "engine")["weights"] == 2 * HALF.params
     assert sizes(full, "engine")["weights"] == 4 * HALF.params
     assert sizes(full, "engine")["cache"] == 2 * sizes(lora, "engine")["cache"]
@@ -195,7 +198,7 @@ def test_by_turns_on_a_cpu_everything_but_the_work_stays() -> None:
     )
     engine = sizes(turns, "engine")
     assert both.total_bytes - turns.total_bytes == engine["cache"] + engine["logits"]
-    assert (turns.engine_share, turns.dtype) == (0.0, "float32")
+    assert (turns.engine_share, turns.way.dtype) == (0.0, "float32")
 
 
 def test_what_a_configuration_wishes(tiny_policy_path: Path) -> None:
@@ -259,7 +262,7 @@ def test_a_supervised_step_rather_takes_smaller_passes() -> None:
     plan = plan_memory(HALF, tight, replace(wishes, tuning="full", supervise="auto"))
     assert plan.supervise
     assert way(plan) == way(alone)
-    assert plan.micro_batch_tokens < alone.micro_batch_tokens
+    assert plan.way.micro_batch_tokens < alone.way.micro_batch_tokens
 
 
 def test_supervision_that_is_wished_for_is_planned_for() -> None:

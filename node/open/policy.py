@@ -1,0 +1,96 @@
+"""The configured policy, the charter's tasks and tokenizers, and the sandbox that scores answers.
+
+Everything here blocks and is done once, before the network starts; each failure is one sentence.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from node.config import NodeConfig
+from node.rollout.adapter import AdapterSpec
+from node.rollout.environment import Environment, open_environment
+from node.rollout.policy import Policy
+from node.sandbox.records import SandboxLimits
+from node.sandbox.scorer import Scorer
+from node.sandbox.strength import describe
+from node.state.paths import bundled
+from node.verify.tokens import Decode
+from protocol.errors import CharterError, ModelError, SandboxError
+from protocol.messages import Charter, Digest
+
+__all__ = [
+    "adapter_of",
+    "open_decoders",
+    "open_environments",
+    "open_policy",
+    "open_sandbox",
+    "require_strength",
+]
+
+
+def open_policy(config: NodeConfig, charter: Charter) -> Policy:
+    """The configured policy. Raises ModelError when its tokenizer is not one of the charter's."""
+    policy = Policy.open(config.policy.folder(config.home))
+    if policy.tokenizer_digest not in {spec.digest for spec in charter.tokenizers}:
+        names = ", ".join(spec.name for spec in charter.tokenizers)
+        raise ModelError(
+            f"the tokenizer of {policy.path} ({policy.tokenizer_digest[:12]}) is not in the charter, "
+            f"which knows {names}"
+        )
+    return policy
+
+
+def adapter_of(config: NodeConfig) -> AdapterSpec | None:
+    """The adapter that is trained, or None for all weights."""
+    if config.policy.tuning != "lora":
+        return None
+    return AdapterSpec(config.policy.lora_rank, config.policy.lora_alpha)
+
+
+def open_environments(charter: Charter) -> dict[str, Environment]:
+    """Every environment of the charter by name. Raises CharterError for one whose prompts differ between
+    machines."""
+    environments = {
+        spec.name: open_environment(spec.name, json.loads(spec.config)) for spec in charter.environments
+    }
+    for name, environment in environments.items():
+        if not environment.reproducible:
+            raise CharterError(
+                f"prompts of {name} depend on Python's hash order, so peers cannot derive them again; "
+                "leave it out of the charter"
+            )
+    return environments
+
+
+def open_sandbox(config: NodeConfig, charter: Charter) -> Scorer:
+    """The scoring sandbox of this charter, not started yet."""
+    limits = SandboxLimits(
+        cpu_s=max(1, round(config.verify.score_timeout_s)), wall_s=3 * config.verify.score_timeout_s
+    )
+    return Scorer(charter.environments, limits, hidden_paths=[str(config.home)])
+
+
+def require_strength(sandbox: Scorer, environments: Mapping[str, Environment]) -> None:
+    """Raise SandboxError when the started `sandbox` is too weak for what the charter asks."""
+    evaluating = [name for name, environment in environments.items() if environment.evaluates_answers]
+    if evaluating and not sandbox.report.may_evaluate:
+        raise SandboxError(
+            f"{evaluating[0]} executes the answers it scores, and the sandbox here is too weak for that "
+            f"({describe(sandbox.report)}); leave that swarm, or run where user namespaces are allowed"
+        )
+
+
+def open_decoders(policy: Policy, charter: Charter) -> dict[Digest, Decode]:
+    """Tokenizers of the charter that this machine has: its own policy's and the bundled ones."""
+    wanted = {spec.digest for spec in charter.tokenizers}
+    decoders: dict[Digest, Decode] = {policy.tokenizer_digest: policy.decode}
+    for folder in sorted(bundled("models").iterdir()):
+        if not wanted - decoders.keys():
+            break
+        if (folder / "tokenizer.json").is_file():
+            other = Policy.open(folder)
+            if other.tokenizer_digest in wanted:
+                decoders.setdefault(other.tokenizer_digest, other.decode)
+    return decoders

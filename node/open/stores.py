@@ -1,0 +1,58 @@
+"""What of a node outlives its process: sequence numbers, envelopes counted, windows begun, peers' conduct."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from node.peers.trust import Standing, load_standings
+from node.rollout.prompts import WindowLog
+from node.state.paths import Home
+from node.state.stores import (
+    MemorySequence,
+    MemoryWindows,
+    ReplayGuard,
+    ReplayStore,
+    SequenceSource,
+    SequenceStore,
+    WindowStore,
+)
+from protocol.messages import Digest
+from protocol.replay import ReplayCache
+
+__all__ = ["Stores", "memory_stores", "open_stores"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stores:
+    """State of one node in one swarm; on disk for a real node, in memory for a simulated one."""
+
+    sequence: SequenceSource
+    """Numbers of this node's envelopes."""
+    replay: ReplayGuard
+    """Envelopes of others that were counted."""
+    windows: WindowLog
+    """The newest window whose slots were answered."""
+    standings: Sequence[Standing] = ()
+    """What is remembered of peers' conduct."""
+
+
+@contextlib.contextmanager
+def open_stores(home: Home, swarm_id: Digest, now_ms: int) -> Iterator[Stores]:
+    """The stores under `home`, for the process that has its lock. Raises OSError."""
+    replay = ReplayStore(home.state, ReplayCache(), now_ms)
+    try:
+        yield Stores(
+            sequence=SequenceStore(home.state / "sequence", now_ms),
+            replay=replay,
+            windows=WindowStore(home.state / "window"),
+            standings=load_standings(home.trust, swarm_id),
+        )
+    finally:
+        replay.close()
+
+
+def memory_stores(now_ms: int) -> Stores:
+    """Empty stores that end with the process: for simulations."""
+    return Stores(sequence=MemorySequence(now_ms), replay=ReplayCache(), windows=MemoryWindows())

@@ -1,0 +1,72 @@
+"""Which charter a node runs with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from node.config import NodeConfig, load_config
+from node.open.charter import inspect_charter, read_or_found_charter
+from node.state.paths import Home, bundled
+from protocol.charter import charter_bytes, found, swarm_id
+from protocol.errors import CharterError
+from protocol.identity import Identity
+
+OURS = Identity.from_seed(b"o" * 32)
+THEIRS = Identity.from_seed(b"t" * 32)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> NodeConfig:
+    home = Home(tmp_path / "home").create()
+    return load_config([], {"home": home.root})
+
+
+def rules(**changes: str) -> str:
+    text = bundled("demo-charter.toml").read_text(encoding="utf-8")
+    for old, new in changes.items():
+        text = text.replace(old, new)
+    return text
+
+
+def test_without_any_a_swarm_is_founded_once(config: NodeConfig) -> None:
+    first = read_or_found_charter(config, OURS, 1000)
+    assert (first.name, first.founder, first.created_at) == ("demo", OURS.peer_id, 1000)
+    assert read_or_found_charter(config, OURS, 2000) == first
+
+
+def test_a_founder_that_starts_again_stays_in_its_swarm(config: NodeConfig, tmp_path: Path) -> None:
+    own = tmp_path / "rules.toml"
+    own.write_text(rules(group_size="group_size"))
+    config = config.model_copy(update={"charter": str(own)})
+    first = read_or_found_charter(config, OURS, 1000)
+    assert swarm_id(read_or_found_charter(config, OURS, 2000)) == swarm_id(first)
+    own.write_text(rules(**{'name = "demo"': 'name = "other"'}))
+    changed = read_or_found_charter(config, OURS, 3000)
+    assert (changed.name, changed.created_at) == ("other", 3000)
+    assert read_or_found_charter(config, THEIRS, 4000).founder == THEIRS.peer_id
+
+
+def test_a_given_charter_wins_over_the_one_at_home(config: NodeConfig, tmp_path: Path) -> None:
+    read_or_found_charter(config, OURS, 1000)
+    given = tmp_path / "given.bin"
+    given.write_bytes(charter_bytes(found(THEIRS, rules(), 500)))
+    config = config.model_copy(update={"charter": str(given)})
+    assert read_or_found_charter(config, OURS, 2000).founder == THEIRS.peer_id
+    path, charter = inspect_charter(config)
+    assert (path, charter.founder) == (given, THEIRS.peer_id)
+
+
+def test_a_damaged_charter_at_home_is_not_replaced(config: NodeConfig) -> None:
+    kept = Home(config.home).charter
+    kept.write_bytes(b"damaged")
+    with pytest.raises(CharterError, match=f"{kept}: these bytes are no charter"):
+        read_or_found_charter(config, OURS, 1000)
+    assert kept.read_bytes() == b"damaged"
+
+
+def test_looking_founds_nothing(config: NodeConfig) -> None:
+    path, charter = inspect_charter(config)
+    assert (path, charter.name) == (bundled("demo-charter.toml"), "demo")
+    assert not Home(config.home).charter.exists()
