@@ -32,11 +32,11 @@ from node.config import NodeConfig
 from node.events import Event, EventBus, Notice, NoticeLevel
 from node.membership import Membership
 from node.open.charter import read_or_found_charter, require_member
-from node.open.node import open_node
 from node.open.parts import Parts, open_parts
 from node.open.policy import open_sandbox, require_strength
 from node.open.stores import open_stores
 from node.peers.presence import ask_clock, fetch_charter
+from node.roles import open_node
 from node.runtime import Runtime
 from node.state.keys import create_key, load_or_create_key
 from node.state.lock import hold

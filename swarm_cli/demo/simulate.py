@@ -22,10 +22,10 @@ from node.events import Event, EventBus, NoticeLevel
 from node.membership import Membership
 from node.node import Node
 from node.open.charter import read_or_found_charter
-from node.open.node import open_node
 from node.open.parts import open_parts
 from node.open.policy import open_environments, open_sandbox, require_strength
 from node.open.stores import memory_stores
+from node.roles import open_node
 from node.runtime import Runtime
 from node.sandbox.scorer import Scorer
 from node.supervise import sole_cause

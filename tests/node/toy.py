@@ -19,9 +19,9 @@ from node.compute import Compute, InlineCompute
 from node.config import NodeConfig, load_config
 from node.events import Event, EventBus
 from node.membership import Membership
-from node.open.node import open_node
 from node.open.parts import Learner, Parts
 from node.open.stores import Stores, memory_stores
+from node.roles import open_node
 from node.rollout.engine.transformers import TransformersEngine
 from node.rollout.environment import Completion, Prompt, Score
 from node.rollout.policy import Policy
