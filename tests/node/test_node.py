@@ -382,7 +382,7 @@ def test_a_partition_is_survived_and_sharing_resumes(tmp_path: Path, policies: S
             await asyncio.sleep(12)
             split_at = swarm.clock.now_ms()
             swarm.network.partition([[alice.peer_id]])
-            await asyncio.sleep(20)
+            await asyncio.sleep(24)
             healed_at = swarm.clock.now_ms()
             swarm.network.heal()
             await asyncio.sleep(16)
