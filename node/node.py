@@ -145,7 +145,9 @@ class Node(NodeCore):
         self._rollout = self._open_rollout(self._engine.awake)
         self._gauge(
             self._rollout.gauge,
-            StageGauge("verify", self._runtime.clock, "fetched bodies", self._fetched.maxsize, self._fetched.qsize),
+            StageGauge(
+                "verify", self._runtime.clock, "fetched bodies", self._fetched.maxsize, self._fetched.qsize
+            ),
             StageGauge("share", self._runtime.clock, "offers", self._pool.capacity, lambda: len(self._pool)),
             StageGauge("weight", self._runtime.clock, "a step"),
             StageGauge("train", self._runtime.clock, "own groups"),
