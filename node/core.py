@@ -82,7 +82,7 @@ class NodeCore:
         """Own groups, scored."""
         self._rollout: RolloutStage
         self._gauges: dict[str, StageGauge] = {}
-        charter, swarm_id, clock = membership.charter, membership.swarm_id, runtime.clock
+        charter, swarm_id = membership.charter, membership.swarm_id
         self._universe = Universe(swarm_id, charter, parts.environments)
         self._own_scorer = OwnScorer(parts.environments, parts.sandbox)
         self._network: Network | None = None

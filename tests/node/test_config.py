@@ -273,8 +273,8 @@ def test_a_token_budget_needs_partial_rollouts() -> None:
 @pytest.mark.parametrize("name", ["demo", "gpu-24gb", "gpu-8gb", "smollm2-cpu"])
 def test_profiles_need_nothing_else(name: str, tmp_path: Path) -> None:
     """Each names a charter that can be founded and a policy that is bundled or can be got by name."""
-    from node.open.charter import inspect_charter
     from node.known_models import KNOWN_MODELS
+    from node.open.charter import inspect_charter
 
     config = load_config([Path(name)], {"home": tmp_path})
     assert inspect_charter(config)[1].name in {"demo", "smollm2"}
@@ -284,8 +284,8 @@ def test_profiles_need_nothing_else(name: str, tmp_path: Path) -> None:
 
 
 def test_the_charter_of_smollm2_fits_the_model_that_is_got() -> None:
-    from node.open.policy import open_environments
     from node.known_models import KNOWN_MODELS
+    from node.open.policy import open_environments
     from protocol.charter import found
     from protocol.identity import Identity
 
