@@ -30,7 +30,7 @@ from node.state.paths import Home
 from node.supervise import LoopLag, StageGauge, resident_bytes, run_stages
 from node.transport.base import Transport
 from node.weights.sharing import WeightsSharing
-from protocol.messages import Digest, Lineage, PeerId
+from protocol.messages import Lineage
 
 __all__ = ["NodeCore", "Stages"]
 
@@ -187,20 +187,13 @@ class NodeCore:
     def _share_weights(self, network: Network) -> WeightsSharing:
         """This node's part in how the weights of `lineage` travel."""
         return WeightsSharing(
+            self._runtime,
+            self._membership,
+            network,
+            self._peers,
             self.config.broadcast,
             self._home,
-            network.transport,
-            self._membership.swarm_id,
-            providers=lambda root: [*network.members_of(self.lineage), *self._providers(root)],
-            refused=self._peers.refused,
-            clock=self._runtime.clock,
-            compute=self._runtime.compute,
-            rng=self._runtime.rng,
         )
-
-    def _providers(self, root: Digest) -> Sequence[PeerId]:
-        """Connected peers beyond the lineage's that may have a blob."""
-        return ()
 
     # --- what stages call ---------------------------------------------------------------------------------
 

@@ -44,10 +44,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
-from torch import Tensor
 
 from node.compute import Lane
 from node.core import NodeCore, Stages
@@ -64,7 +63,7 @@ from node.share.gossip import Heard
 from node.share.pool import ReplayPool
 from node.supervise import StageGauge, resident_bytes
 from node.train.batch import TrainingBatch
-from node.train.checkpoint import prune, save_checkpoint, take_weights
+from node.train.checkpoint import prune, save_checkpoint
 from node.train.evaluate import HeldOut
 from node.train.ewma import Ewma
 from node.train.groups import OWN_SOURCE
@@ -80,13 +79,13 @@ from node.verify.lineage import OwnLineage
 from node.verify.pipeline import Verifier
 from node.verify.stage import VerifyStage
 from node.weight.answered import AnsweredPrompts
-from node.weights.engine_sync import EngineBroadcast
+from node.weights.chain.base import BaseWeights, base_bits
+from node.weights.engine_sync import EngineSync, SyncSettings
 from node.weights.merge.adopt import MergeAdoption
 from node.weights.merge.merger import Merger
-from node.weights.merge.resolve import MergeRule, Strategy
-from node.weights.publish.owner import OwnerBroadcast
+from node.weights.publish import Publisher
 from node.weights.sharing import WeightsSharing
-from protocol.messages import Digest, Lineage, PeerId, PromptRef, SignedLink
+from protocol.messages import Lineage, PromptRef
 
 __all__ = ["Node"]
 
@@ -128,19 +127,36 @@ class Node(NodeCore):
         self._pool = ReplayPool(config.share.pool_groups, config.share.max_uses, self._runtime.rng)
         self._pooled = asyncio.Event()
         self._fetched: asyncio.Queue[Fetched] = asyncio.Queue(config.verify.queue)
-        self._broadcast_gauge = StageGauge("broadcast", self._runtime.clock, "a new version")
-        self._engine = EngineBroadcast(
-            learner.trainer,
+        self._held_out = HeldOut(
             parts.engine,
             parts.policy,
-            prompts=lambda: [prompt.text for prompt in self._held_out.prompts()],
-            tolerance=config.rollout.parity_tolerance,
-            probe_every=config.train.checkpoint_every,
-            sequential=config.policy.sharing == "sequential",
-            compute=self._runtime.compute,
-            gauge=self._broadcast_gauge,
-            notice=self._runtime.notice,
-            proven=self._offer,
+            self._universe,
+            self._own_scorer.reward,
+            per_task=config.evaluate.prompts_per_task,
+            max_new_tokens=membership.charter.max_new_tokens,
+        )
+        self._base = BaseWeights(
+            self._runtime, functools.partial(base_bits, parts.policy, learner.settings.adapter)
+        )
+        self._sharing: WeightsSharing | None = None
+        self._publisher: Publisher | None = None
+        self._merger: Merger | None = None
+        if self._network is not None:
+            self._sharing = self._share_weights(self._network)
+            self._publisher = Publisher(
+                self._runtime, self._membership, self._lineage, learner.trainer, self._base, self._sharing
+            )
+        self._engine = EngineSync(
+            self._runtime,
+            learner.trainer,
+            parts.engine,
+            self._held_out,
+            self._publisher,
+            SyncSettings(
+                tolerance=config.rollout.parity_tolerance,
+                probe_every=config.train.checkpoint_every,
+                sequential=config.policy.sharing == "sequential",
+            ),
         )
         self._rollout = self._open_rollout(self._engine.awake)
         self._gauge(
@@ -151,16 +167,8 @@ class Node(NodeCore):
             StageGauge("share", self._runtime.clock, "offers", self._pool.capacity, lambda: len(self._pool)),
             StageGauge("weight", self._runtime.clock, "a step"),
             StageGauge("train", self._runtime.clock, "own groups"),
-            self._broadcast_gauge,
+            self._engine.gauge,
             *([StageGauge("merge", self._runtime.clock, "the next round")] if config.merge.enabled else []),
-        )
-        self._held_out = HeldOut(
-            parts.engine,
-            parts.policy,
-            self._universe,
-            self._own_scorer.reward,
-            per_task=config.evaluate.prompts_per_task,
-            max_new_tokens=membership.charter.max_new_tokens,
         )
         self._verifier = Verifier(
             self._membership.charter,
@@ -177,13 +185,8 @@ class Node(NodeCore):
             enabled=config.verify.enabled,
         )
         self._collector: Collector | None = None
-        self._sharing: WeightsSharing | None = None
-        self._owner: OwnerBroadcast | None = None
-        self._merger: Merger | None = None
         if self._network is not None:
             self._collector = self._collect(self._network)
-            self._sharing = self._share_weights(self._network)
-            self._owner = self._own(self._network, self._sharing)
 
     @property
     def lineage(self) -> Lineage:
@@ -209,72 +212,9 @@ class Node(NodeCore):
             failed=self._peers.refused,
         )
 
-    def _own(self, network: Network, sharing: WeightsSharing) -> OwnerBroadcast:
-        parts = self._parts
-        return OwnerBroadcast(
-            self._membership.identity,
-            self._membership.swarm_id,
-            self._lineage,
-            parts.policy,
-            self._learner.settings.adapter,
-            sharing,
-            anchor_every=self.config.broadcast.anchor_every,
-            compute=self._runtime.compute,
-            clock=self._runtime.clock,
-            bus=self._runtime.bus,
-            gauge=self._gauges["broadcast"],
-            notice=self._runtime.notice,
-            followers=lambda: len(network.members_of(self._lineage)),
-        )
-
-    def _merging(self, network: Network, sharing: WeightsSharing, owner: OwnerBroadcast) -> Merger:
-        merge, base_model = self.config.merge, self._lineage.base_model
-        return Merger(
-            self._membership.identity,
-            self._membership.swarm_id,
-            self._lineage,
-            *owner.base,
-            network.transport,
-            sharing.exchange,
-            rule=MergeRule(
-                strategy=Strategy(merge.strategy),
-                window_ms=self._membership.charter.window_ms,
-                max_age_windows=merge.max_age_windows,
-                norm_limit=merge.norm_limit,
-                trim=merge.trim,
-                clip_radius=merge.clip_radius,
-                clip_rounds=merge.clip_rounds,
-                min_contributions=merge.min_contributions,
-            ),
-            every_windows=merge.every_windows,
-            settle_s=merge.settle_s,
-            fetch_timeout_s=self.config.broadcast.fetch_timeout_s,
-            scratch=self._home.merge,
-            contribute=lambda: self._contribute(owner),
-            partners=lambda: network.trainers_of(base_model),
-            admitted=self._may_merge,
-            window=self._membership.window,
-            failed=self._peers.refused,
-            notice=self._runtime.notice,
-            compute=self._runtime.compute,
-            clock=self._runtime.clock,
-            gauge=self._gauges["merge"],
-        )
-
     def _adoption(self, merger: Merger) -> MergeAdoption:
-        merge = self.config.merge
         return MergeAdoption(
-            self._learner.trainer,
-            self._parts.engine,
-            self._engine,
-            take=merger.take,
-            rewards=lambda: self._held_out.rewards(merge.probe_prompts),
-            confidence=merge.confidence,
-            tolerance=merge.tolerance,
-            compute=self._runtime.compute,
-            clock=self._runtime.clock,
-            bus=self._runtime.bus,
-            notice=self._runtime.notice,
+            self._runtime, self._learner.trainer, self._engine, merger, self._held_out, self.config.merge
         )
 
     def _supervise(self) -> Supervisor | None:
@@ -342,7 +282,7 @@ class Node(NodeCore):
             step=self._step(supervisor),
             merge=self._adoption(self._merger).next if self._merger is not None else None,
             probe=functools.partial(self._probe, supervisor) if supervisor is not None else None,
-            broadcast=self._engine.broadcast,
+            broadcast=self._engine.update,
             evaluate=self._evaluate,
             save=self._save,
             compute=self._runtime.compute,
@@ -361,8 +301,8 @@ class Node(NodeCore):
         }
         if self._collector is not None:
             stages |= {"verify": self._verify().run(), "collect": self._collector.run()}
-        if self._owner is not None:
-            stages["publish"] = self._owner.run()
+        if self._publisher is not None:
+            stages["publish"] = self._publisher.run()
         if self._merger is not None:
             stages["merge"] = self._merger.run()
         return stages
@@ -374,35 +314,19 @@ class Node(NodeCore):
             self._runtime.notice(
                 NoticeLevel.INFO, f"goes on from the checkpoint of version {self._saved_version}"
             )
-        if self._network is not None and self._sharing is not None and self._owner is not None:
-            await self._continue_chain(self._owner)
+        if self._publisher is not None and self._sharing is not None:
+            await self._publisher.resume(self._parts.engine, self._run_dir.published)
             if self.config.merge.enabled:
-                self._merger = self._merging(self._network, self._sharing, self._owner)
-
-    async def _continue_chain(self, owner: OwnerBroadcast) -> None:
-        """Where the published chain and this run part, go on so that the chain never goes back: with its
-        newer weights where this run made it, else with the run's own weights as its next version."""
-        trainer, mark = self._learner.trainer, self._run_dir.published
-        left = await owner.open()
-        if left is not None and left[0] >= trainer.policy_version:
-            version, weights = left
-            if weights is None or not mark.exists():
-                if weights is not None:
-                    text = f"another run published up to v{version}: this one begins at v{version + 1}"
-                    self._runtime.notice(NoticeLevel.INFO, text)
-                version, weights = version + 1, trainer.state_dict()
-            elif version > trainer.policy_version:
-                saved = f"the checkpoint of v{trainer.policy_version}" if trainer.policy_version else "new"
-                text = f"goes on from v{version}, which was published; moments of the optimiser: {saved}"
-                self._runtime.notice(NoticeLevel.INFO, text)
-            if version > trainer.policy_version:
-                await self._runtime.run(
-                    Lane.TRAIN, take_weights, trainer, self._parts.engine, weights, version
+                self._merger = Merger(
+                    self._runtime,
+                    self._membership,
+                    await self._base.get(),
+                    self._publisher,
+                    self._engine,
+                    self._sharing,
+                    self.config.merge,
                 )
-        mark.parent.mkdir(parents=True, exist_ok=True)
-        mark.touch()
-        if owner.published < trainer.policy_version:
-            owner.offer(trainer.policy_version, trainer.state_dict())
+                self._gauges["merge"] = self._merger.gauge
 
     async def _end(self) -> None:
         await self._save()
@@ -426,24 +350,6 @@ class Node(NodeCore):
             self._verifier.observe_own(own)
             await self._network.publisher.publish(own, body)
             self._collector.nudge()
-
-    def _offer(self, policy_version: int, state: Mapping[str, Tensor], *, anchor: bool = False) -> None:
-        if self._owner is not None:
-            self._owner.offer(policy_version, state, anchor=anchor)
-
-    async def _contribute(self, owner: OwnerBroadcast) -> SignedLink | None:
-        """For the next merge; once the engine has failed for good nothing, nor does what was given count."""
-        if self._merger is not None and self._engine.not_sharing:
-            self._merger.withdraw()
-            return None
-        return await owner.contribute()
-
-    def _may_merge(self, author: PeerId) -> bool:
-        """Whether an author's weights count in a merge here."""
-        return self._peers.has_earned_trust(author)
-
-    def _providers(self, root: Digest) -> Sequence[PeerId]:
-        return self._merger.providers(root) if self._merger is not None else ()
 
     async def _evaluate(self, moment: str) -> None:
         report = await self._runtime.run(Lane.EVALUATE, self._held_out.evaluate)
@@ -529,8 +435,8 @@ class Node(NodeCore):
     # --- events -------------------------------------------------------------------------------------------
 
     def _emit_weights(self) -> None:
-        if self._owner is not None:
-            self._runtime.emit(self._owner.seen())
+        if self._publisher is not None:
+            self._runtime.emit(self._publisher.seen())
 
     def _health_now(self) -> Health:
         return msgspec.structs.replace(

@@ -1,24 +1,29 @@
-"""How weights travel on one node: its store of blobs, the exchange of their chunks, and the chains it knows.
+"""What weights travel by on one node: its store of blobs, the exchange of their chunks, the chains it knows,
+and the neighbours that may have them.
 
-For: wiring these to one transport, once, for whichever role; and telling how they do (`seen`). What is
-published or followed with them is `owner.py`'s and `node/follower.py`'s.
+For: wiring these to one transport, once, for whoever publishes (`publish.py`), follows (`follow/`) or merges
+(`merge/`); saying who is asked for a blob; and telling how they do (`seen`). What is published or followed is
+not decided here.
 """
 
 from __future__ import annotations
 
-import random
+import functools
 from collections.abc import Callable, Sequence
 
-from node.clock import Clock
-from node.compute import Compute, Lane
+from node.compute import Lane
 from node.config import BroadcastConfig
 from node.events import BlobStatus, WeightsSeen
+from node.membership import Membership
+from node.network import Network
+from node.peers.book import PeerBook
+from node.runtime import Runtime
 from node.state.paths import Home
-from node.transport.base import Transport
+from node.supervise import StageGauge
 from node.weights.chain.chains import Chains
 from node.weights.exchange.exchange import Exchange
 from node.weights.exchange.store import WeightsStore
-from protocol.messages import Digest, PeerId
+from protocol.messages import Digest, Lineage, PeerId
 
 __all__ = ["WeightsSharing"]
 
@@ -26,36 +31,58 @@ GIB = 2**30
 
 
 class WeightsSharing:
-    """`providers(root)` are connected peers that may have a blob; `refused(peer, reason)` counts what peers
-    do wrong."""
+    """Serves blobs and chains from the start, over the transport of `network`. `peers` counts what peers do
+    wrong."""
 
     def __init__(
         self,
-        config: BroadcastConfig,
+        runtime: Runtime,
+        membership: Membership,
+        network: Network,
+        peers: PeerBook,
+        settings: BroadcastConfig,
         home: Home,
-        transport: Transport,
-        swarm_id: Digest,
-        *,
-        providers: Callable[[Digest], Sequence[PeerId]],
-        refused: Callable[[PeerId, str], None],
-        clock: Clock,
-        compute: Compute,
-        rng: random.Random,
     ) -> None:
-        self._clock = clock
-        self.store = WeightsStore(home.weights, int(config.keep_gib * GIB))
+        self.network = network
+        self.peers = peers
+        self.settings = settings
+        self.home = home
+        self.gauge = StageGauge("broadcast", runtime.clock, "a new version")
+        """Of the stage that moves weights, whoever does it."""
+        self.store = WeightsStore(home.weights, int(settings.keep_gib * GIB))
         self.exchange = Exchange(
-            transport,
+            network.transport,
             self.store,
-            providers=providers,
-            failed=refused,
-            clock=clock,
-            rng=rng,
-            upload_mbit=config.upload_mbit,
-            download_mbit=config.download_mbit,
-            run_blocking=lambda function, *args: compute.run(Lane.DISK, function, *args),
+            providers=self.providers,
+            failed=peers.refused,
+            clock=runtime.clock,
+            rng=runtime.rng,
+            upload_mbit=settings.upload_mbit,
+            download_mbit=settings.download_mbit,
+            run_blocking=functools.partial(runtime.run, Lane.DISK),
         )
-        self.chains = Chains(transport, swarm_id, home.chain)
+        self.chains = Chains(network.transport, membership.swarm_id, home.chain)
+        self._runtime = runtime
+        self._more_providers: list[Callable[[Digest], Sequence[PeerId]]] = []
+
+    @property
+    def lineage(self) -> Lineage | None:
+        """Whose weights this node has, as its record says: its own, or those of the owner that it follows;
+        None while there is none."""
+        return self.network.presence.lineage
+
+    def members(self) -> list[PeerId]:
+        """Connected peers that have the weights of `lineage`: its owner and who follows it."""
+        return self.network.members_of(self.lineage)
+
+    def providers(self, root: Digest) -> list[PeerId]:
+        """Connected peers that may have a blob."""
+        more = (peer_id for providers in self._more_providers for peer_id in providers(root))
+        return list(dict.fromkeys((*self.members(), *more)))
+
+    def ask_also(self, providers: Callable[[Digest], Sequence[PeerId]]) -> None:
+        """From now on those that `providers(root)` names may have a blob, too."""
+        self._more_providers.append(providers)
 
     def close(self) -> None:
         """Let the files go."""
@@ -64,7 +91,7 @@ class WeightsSharing:
     def seen(self, owner: PeerId, policy_version: int, head: int, followers: int) -> WeightsSeen:
         """The snapshot for the screen."""
         return WeightsSeen(
-            at=self._clock.now_ms(),
+            at=self._runtime.now_ms(),
             owner=owner,
             policy_version=policy_version,
             head=head,

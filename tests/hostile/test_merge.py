@@ -28,14 +28,13 @@ from protocol.messages import (
     MergeRemoval,
     MergeReply,
     MergeRequest,
-    PeerId,
     SignedLink,
     SignedRemoval,
     WeightsLink,
 )
 from protocol.topics import MERGE_PROTOCOL
-from tests.node.weights.lineage import SWARM, identity_of, lineage_of
-from tests.node.weights.merging import EVERY, RULE, SETTLE_S, WINDOW_MS, Swarm, Trainer
+from tests.node.weights.lineage import SWARM, WINDOW_MS, identity_of, lineage_of
+from tests.node.weights.merging import EVERY, RULE, SETTLE_S, Swarm, Trainer
 
 pytestmark = pytest.mark.usefixtures("compiled_merge")
 
@@ -153,7 +152,7 @@ async def unsigned(swarm: Trio, stream: Stream) -> None:
 
 async def forged(swarm: Trio, stream: Stream) -> None:
     """In the name of an honest one, with its signature under something else."""
-    own = swarm.honest[0].merger._sets.set.links()[0]
+    own = swarm.honest[0].merger.exchange.set.links()[0]
     newer = msgspec.structs.replace(decode_link(own), created_at=decode_link(own).created_at + 1)
     await reply(swarm, stream, [SignedLink(encode(newer), own.signature)])
 
@@ -188,7 +187,7 @@ async def larger_than_any_delta(swarm: Trio, stream: Stream) -> None:
 
 async def removing_anothers(swarm: Trio, stream: Stream) -> None:
     victim = swarm.honest[0]
-    (tag,) = {each.tag for each in victim.merger._sets.set.visible() if each.author == victim.peer_id}
+    (tag,) = {each.tag for each in victim.merger.exchange.set.visible() if each.author == victim.peer_id}
     removal = MergeRemoval(victim.peer_id, swarm.digest, (tag,), 2**53)
     await reply(swarm, stream, [], [SignedRemoval(encode(removal), identity_of(2).sign(encode(removal)))])
 
@@ -348,7 +347,7 @@ def test_blobs_that_are_not_what_their_links_say_are_left_out_by_everybody(tmp_p
             async def contribute() -> SignedLink:
                 return bad
 
-            hostile.merger._contribute = contribute
+            hostile.contribute = contribute
             await swarm.until_round(2.9)
             swarm.require_merged(2, 3)
             assert sum(swarm.blamed().values()) == 3
@@ -431,7 +430,7 @@ def test_new_authors_at_every_request_postpone_the_merge_to_the_middle_of_the_ro
 
             async def serve(swarm: Trio, stream: Stream) -> None:
                 nonlocal invented
-                visible = swarm.honest[0].merger._sets.set.visible()
+                visible = swarm.honest[0].merger.exchange.set.visible()
                 own = next(each.link for each in visible if each.author == swarm.honest[0].peer_id)
                 invented += 1
                 link = link_of(identity_of(invented), swarm, blob=own.blob, result=own.result)
@@ -468,13 +467,10 @@ def test_a_thousand_authors_take_bounded_room(tmp_path, admitted):
                 links = made[first : first + MAX_CONTRIBUTIONS]
                 await reply(swarm, stream, links, held=f"{calls:064x}")
 
-            def known_only(author: PeerId) -> bool:
-                return author in known
-
             swarm.answer(serve)
             if not admitted:
                 for each in swarm.honest:
-                    each.merger._sets._admitted = known_only
+                    each.peers.known = known
             tracemalloc.start()
             await swarm.until_round(1.95)
             grown, _ = tracemalloc.get_traced_memory()
@@ -483,7 +479,7 @@ def test_a_thousand_authors_take_bounded_room(tmp_path, admitted):
             assert calls > 10
             if admitted:
                 for each in swarm.honest:
-                    assert len(each.merger._sets.set.links()) == MAX_CONTRIBUTIONS
+                    assert len(each.merger.exchange.set.links()) == MAX_CONTRIBUTIONS
                     assert not each.merges
                     assert "did not come" in each.merger.status.why
                     assert len(each.notices) == 1
@@ -508,10 +504,10 @@ def test_more_than_a_peer_may_send_is_refused(tmp_path):
                 await reply(swarm, stream, links, held=f"{calls:064x}")
 
             swarm.answer(serve)
-            honest = swarm.honest[0].merger._sets
+            honest = swarm.honest[0].merger.exchange
             await swarm.honest[0].transport.connect(f"/memory/p2p/{swarm.hostile.peer_id}")
             for _ in range(200):
-                await honest._ask(swarm.hostile.peer_id)
+                await honest.ask(swarm.hostile.peer_id)
             elapsed_s = asyncio.get_running_loop().time()
             assert calls == 200
             refused = swarm.blamed()["merge_rate"]
@@ -573,7 +569,7 @@ def test_a_flood_of_requests_leaves_room_for_others(tmp_path):
                     except TransportError:
                         await asyncio.sleep(0.02)
 
-            victim.merger._sets.contribute(await victim.contribute())
+            victim.merger.exchange.contribute(await victim.contribute())
             flooding = [asyncio.create_task(flood()) for _ in range(16)]
             await swarm.until_round(1.9)
             for task in flooding:

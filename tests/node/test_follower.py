@@ -33,6 +33,7 @@ from node.peers.trust import load_standings
 from node.rollout.adapter import AdapterSpec
 from node.rollout.engine.transformers import TransformersEngine
 from node.rollout.policy import Policy
+from node.weights.chain.chains import Chains
 from protocol.errors import ConfigError
 from tests.node.toy import COSTS_S, Toy, ToySwarm, trained_otherwise
 from tests.node.weights.test_engine_sync import Drifting
@@ -224,8 +225,10 @@ def test_an_owner_killed_between_checkpoints_goes_on_where_its_chain_is(
 
 
 def test_another_run_of_the_same_node_never_takes_its_chain_back(
-    tmp_path: Path, policies: Sequence[Policy]
+    tmp_path: Path, policies: Sequence[Policy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(Chains, "wanted", True)  # every version is published
+
     async def main() -> None:
         async with ToySwarm(tmp_path, policies) as swarm:
             owner = await swarm.add("owner", 0, train__steps=4)
@@ -255,7 +258,7 @@ def test_an_owner_that_contradicts_itself_is_left_and_not_chosen_again(
             follower = await swarm.add_follower("follower", 0, bootstraps=[owner])
             swarm.start()
             await until_reached(follower, 2)
-            follower.node._tracker.stopped = "chain_fork"  # how that is found: tests of the tracker
+            follower.node.following.tracker.stopped = "chain_fork"  # how that is found: tests of the tracker
             await asyncio.sleep(5)
             text = "signed versions that contradict each other (chain_fork); looking for an owner"
             assert follower.of(Notice)[-1].text == f"{owner.peer_id} {text}"
@@ -269,11 +272,11 @@ def test_an_owner_that_contradicts_itself_is_left_and_not_chosen_again(
 
 def lies_at(owner: Toy, *versions: int) -> None:
     """From now on this running owner signs blobs for these versions that lack their last byte."""
-    publisher = owner.node._owner._publisher
+    publisher = owner.node._publisher
     honest = publisher._coded
 
-    def coded(policy_version: int, *rest: Any) -> Any:
-        bits, made = honest(policy_version, *rest)
+    def coded(policy_version: int, *rest: Any, **options: Any) -> Any:
+        bits, made = honest(policy_version, *rest, **options)
         if policy_version in versions:
             made = dataclasses.replace(made, data=made.data[:-1])
         return bits, made
@@ -327,13 +330,13 @@ def test_an_owner_whose_finite_weights_give_no_numbers_is_left_for_another(
     async def main() -> None:
         async with ToySwarm(tmp_path, policies) as swarm:
             follower, liar, other, reached = await follower_of_one_of_two(swarm)
-            offer = liar.node._owner.offer
+            offer = liar.node._publisher.offer
 
             def offer_huge(policy_version: int, state: dict[str, torch.Tensor], **rest: bool) -> None:
                 huge = {name: torch.full_like(each, 3e38) for name, each in state.items() if "norm" in name}
                 offer(policy_version, {**state, **huge}, **rest)
 
-            liar.node._owner.offer = offer_huge
+            liar.node._publisher.offer = offer_huge
             await until_reached(follower, owner=other)
             _, left, _ = (notice.text for notice in follower.of(Notice))
             assert left.startswith(f"{liar.peer_id} signed a version that is of no use (version ")

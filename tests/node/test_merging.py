@@ -54,9 +54,12 @@ def test_trainers_that_merge_have_the_same_weights_and_followers_get_them(
     async def main() -> None:
         async with ToySwarm(tmp_path, policies) as swarm:
             nodes = await trainers(swarm, "ann", "ben", "cat")
-            follower = await swarm.add_follower(
-                "follower", 0, bootstraps=[nodes[0]], follow__owner=nodes[0].peer_id
-            )
+            follower, *_ = [
+                await swarm.add_follower(
+                    f"of-{toy.node.config.name}", 0, bootstraps=[toy], follow__owner=toy.peer_id
+                )
+                for toy in nodes
+            ]
             swarm.start()
             await swarm.finished(*nodes)
             merged: dict[str, set[str]] = {}

@@ -27,6 +27,7 @@ from node.train.batch import TrainingBatch
 from node.train.checkpoint import read_state
 from node.train.objectives import open_objective
 from node.train.step import StepReport
+from node.weights.chain.chains import Chains
 from protocol.errors import UnstableError
 from tests.node.toy import Toy, ToySwarm, trained_otherwise
 
@@ -152,6 +153,7 @@ def test_a_decline_that_only_a_probe_shows_goes_back_to_the_last_good_one(
                 return [next(rewards)] * count
 
             monkeypatch.setattr(alice.node._held_out, "rewards", answer)
+            monkeypatch.setattr(Chains, "wanted", True)  # every version is published
             await swarm.run()
             await alice.task
             assert asked == [64] * 4

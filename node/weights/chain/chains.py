@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -47,6 +48,8 @@ _MAX_REQUEST_BYTES = 512
 _MAX_REPLY_BYTES = 64
 _LINKS_PER_S, _LINK_BURST = 128.0, 4 * MAX_CHAIN_LINKS
 """Links to and from one peer: each costs a signature check where it arrives."""
+_WANTED_S = 2 * MAX_WAIT_S
+"""Whoever follows this node's chain asks for it at least so often."""
 _FOLLOWED = 4
 """Chains of others that are kept, the last ones opened."""
 
@@ -70,6 +73,9 @@ class Chains:
         self._news = asyncio.Event()
         self.changes = 0
         """Links added so far, to any chain."""
+        self._asking = asyncio.Event()
+        self._asked_s = -math.inf
+        """When this node's own chain was asked for last."""
         self._waiting: Counter[PeerId] = Counter()
         self._served = _buckets()
         self._received = _buckets()
@@ -87,6 +93,11 @@ class Chains:
         opened = self._opened.get((owner, base_model))
         return opened.chain if opened is not None else None
 
+    def is_kept(self, lineage: Lineage) -> bool:
+        """Whether an earlier run, or this one, has left links of this chain on the disk."""
+        path = self._path(lineage)
+        return path is not None and path.exists()
+
     def open(self, lineage: Lineage, bases: Collection[Digest]) -> Chain:
         """The chain of `lineage`, with what an earlier run knew of it. `bases`: see Chain. Blocking: up to
         1,024 signatures are checked. Raises OurFault when this node's own chain cannot be read as it was
@@ -98,9 +109,9 @@ class Chains:
             return opened.chain
         own = lineage.owner == self._transport.peer_id
         chain = Chain(self._swarm_id, lineage, bases)
-        file = None
-        if self._folder is not None:
-            file = ChainFile(self._folder / f"{lineage.owner}-{lineage.base_model[:16]}.links")
+        path = self._path(lineage)
+        file = ChainFile(path) if path is not None else None
+        if file is not None:
             if own:
                 _load_own(chain, file)
             else:
@@ -145,6 +156,19 @@ class Chains:
         while self.changes == since:
             await self._news.wait()
 
+    # --- who follows --------------------------------------------------------------------------------------
+
+    @property
+    def wanted(self) -> bool:
+        """Whether somebody has asked for this node's own chain lately, as all do who follow it."""
+        return _now_s() - self._asked_s <= _WANTED_S
+
+    async def asked(self) -> None:
+        """Return once this node's own chain is `wanted`."""
+        while not self.wanted:
+            self._asking.clear()
+            await self._asking.wait()
+
     # --- asking -------------------------------------------------------------------------------------------
 
     async def ask(
@@ -183,6 +207,9 @@ class Chains:
 
     async def _serve(self, stream: Stream) -> None:
         request = decode(await stream.receive(_MAX_REQUEST_BYTES), ChainRequest, max_bytes=_MAX_REQUEST_BYTES)
+        if request.owner == self.peer_id:
+            self._asked_s = _now_s()
+            self._asking.set()
         links = await self._answer(stream.peer_id, request)
         if not self._served.take(stream.peer_id, _now_s(), len(links)):
             raise LimitError(
@@ -220,6 +247,12 @@ class Chains:
                 del self._waiting[peer_id]
 
     # --- internals ----------------------------------------------------------------------------------------
+
+    def _path(self, lineage: Lineage) -> Path | None:
+        """File of a chain, None where nothing is kept on disk."""
+        if self._folder is None:
+            return None
+        return self._folder / f"{lineage.owner}-{lineage.base_model[:16]}.links"
 
     def _of(self, chain: Chain) -> _Opened:
         opened = self._opened.get((chain.lineage.owner, chain.lineage.base_model))

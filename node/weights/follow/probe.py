@@ -6,7 +6,7 @@ an engine that asks for it is probed (`Engine.probe_each`: packed weights in ano
 version and at every PROBE_EVERY-th after it: the reference takes 4 bytes a parameter from then on, and a pass
 on the CPU takes seconds for a large policy. A probe that failed loads everything anew; when that does not
 help, the engine computes with weights that nobody meant, and `failure` says so: what it generates must not be
-shared. Not for a node that trains (`engine.py`).
+shared. Not for a node that trains (`engine_sync.py`).
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class FollowerProbe:
         prompt: Callable[[int], str],
         tolerance: float,
     ) -> None:
-        self._engine = engine
-        self._policy = policy
+        self.engine = engine
+        self.policy = policy
         self._adapter = adapter
         self._prompt = prompt
         self._tolerance = tolerance
@@ -52,22 +52,22 @@ class FollowerProbe:
     def update(self, weights: Mapping[str, Tensor], policy_version: int) -> bool:
         """These weights into the engine; whether all had to be loaded anew. Blocking. Raises EngineError,
         ParityError (once, then `failure` is set) for an engine that can go on, but wrongly."""
-        due = self._engine.probe_each and not self.failure and self._versions % PROBE_EVERY == 0
-        self._versions += self._engine.probe_each
+        due = self.engine.probe_each and not self.failure and self._versions % PROBE_EVERY == 0
+        self._versions += self.engine.probe_each
         if not due:
-            self._engine.update(weights, policy_version)
+            self.engine.update(weights, policy_version)
             return False
         reference, probe = self._made = self._made or self._make()
         reference.update(weights, policy_version)
         try:
             expected = reference.logprobs(probe.sequences)
-            return probe.update(self._engine, weights, policy_version, expected)[1]
+            return probe.update(self.engine, weights, policy_version, expected)[1]
         except ParityError as error:
             self.failure = str(error)
             raise
 
     def _make(self) -> tuple[TransformersEngine, ParityProbe]:
-        policy, context = self._policy, self._engine.context
+        policy, context = self.policy, self.engine.context
         texts = [self._prompt(number) for number in range(PROBE_PROMPTS)]
         prompts = [policy.encode_prompt(text)[: context - PROBE_TOKENS] for text in texts]
         return (

@@ -14,19 +14,24 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
 
-from node.clock import Clock
-from node.compute import Compute, Lane
+from cachetools import FIFOCache
+
+from node.compute import Lane
 from node.events import NoticeLevel
-from node.supervise import StageGauge, run_stages
+from node.peers.backoff import Backoff
+from node.peers.trust import Hardness
+from node.runtime import Runtime
+from node.supervise import run_stages
 from node.weights.chain.apply import THREADS, apply_link
+from node.weights.chain.base import Base
 from node.weights.chain.bf16 import U16
 from node.weights.chain.chain import Chain, ChainError
-from node.weights.chain.chains import MAX_WAIT_S, Chains
-from node.weights.exchange.exchange import Exchange
-from node.weights.exchange.store import StoredBlob, WeightsStore
+from node.weights.chain.chains import MAX_WAIT_S
+from node.weights.exchange.store import StoredBlob
+from node.weights.sharing import WeightsSharing
 from protocol.constants import MAX_CHAIN_LINKS
 from protocol.delta import encode, max_delta_bytes
 from protocol.errors import (
@@ -39,7 +44,7 @@ from protocol.errors import (
 )
 from protocol.messages import Digest, Lineage, PeerId, SignedLink, WeightsLink
 
-__all__ = ["Tracker"]
+__all__ = ["Tracker", "useless_blobs"]
 
 ROUND_S = 1.0
 """Shortest time between two requests to one peer that brought nothing."""
@@ -54,66 +59,47 @@ LATE_S = 600.0
 _SLICE = 16
 """Links, each with a signature to check, between two turns of the event loop."""
 _REMEMBERED_PEERS = 256
-_REMEMBERED_BLOBS = 2 * MAX_CHAIN_LINKS
-"""More bad blobs than a chain can name, so that none is tried twice."""
+
+
+def useless_blobs() -> FIFOCache[Digest, None]:
+    """An empty set of blobs' roots. It holds more than a chain can name, so that none is tried twice."""
+    return FIFOCache(2 * MAX_CHAIN_LINKS)
 
 
 class Tracker:
-    """Follows `lineage`. `base_bits` are the weights that everybody of the lineage has, `base_digest` is
-    their hash. `on_version(version, weights)` is called for every version reached, the newest where several
-    came at once; the weights are the tracker's own and change once it returns, so it copies what it keeps;
-    what it raises ends `run`. `providers()` lists connected members of the lineage, `failed(peer, reason)`
-    counts what peers do wrong, `misled(reason)` is told once of each blob that is not what the owner's link
-    says, `bad` holds the roots of such blobs from one tracker to the next, `notice(level, text)` tells the
-    operator."""
+    """Follows `lineage`, whose anchors start from `base`. `on_version(version, weights)` is called for every
+    version reached, the newest where several came at once; the weights are the tracker's own and change once
+    it returns, so it copies what it keeps; what it raises ends `run`. `useless` holds the roots of blobs that
+    are of no use, from one tracker to the next, so that none is held against an owner twice."""
 
     def __init__(
         self,
+        runtime: Runtime,
         lineage: Lineage,
-        chains: Chains,
-        exchange: Exchange,
-        store: WeightsStore,
-        base_bits: Mapping[str, U16],
-        base_digest: Digest,
-        *,
+        base: Base,
+        sharing: WeightsSharing,
+        useless: FIFOCache[Digest, None],
         on_version: Callable[[int, dict[str, U16]], Awaitable[None]],
-        providers: Callable[[], Sequence[PeerId]],
-        failed: Callable[[PeerId, str], None],
-        compute: Compute,
-        clock: Clock,
-        gauge: StageGauge,
-        fetch_timeout_s: float = 600.0,
-        misled: Callable[[str], None] = lambda reason: None,
-        bad: OrderedDict[Digest, None] | None = None,
-        notice: Callable[[NoticeLevel, str], None] = lambda level, text: None,
     ) -> None:
+        self._runtime = runtime
         self._lineage = lineage
-        self._chains = chains
-        self._exchange = exchange
-        self._store = store
-        self._base = base_bits
-        self._base_digest = base_digest
+        self._base = base.bits
+        self._base_digest = base.digest
+        self._sharing = sharing
+        self._chains = sharing.chains
+        self._store = sharing.store
+        self._useless = useless
         self._on_version = on_version
-        self._providers = providers
-        self._failed = failed
-        self._compute = compute
-        self._clock = clock
-        self._gauge = gauge
-        self._fetch_timeout_s = fetch_timeout_s
-        self._misled = misled
-        self._notice = notice
         self._opened: Chain | None = None
         self._bits: dict[str, U16] | None = None
-        self._held = -1
+        self._at = -1
         """Version of `_bits`."""
-        self._bad: OrderedDict[Digest, None] = bad if bad is not None else OrderedDict()
-        """Roots of blobs that are of no use, oldest first."""
         self._made: Digest = ""
         """Root of the anchor that was made last, or tried."""
         self._late: dict[Digest, float] = {}
         """Roots of blobs that did not come, and until when they are not waited for."""
-        self._rests: OrderedDict[PeerId, tuple[float, float]] = OrderedDict()
-        """How long a peer that failed rests, and until when."""
+        self._rests: Backoff[PeerId] = Backoff(ROUND_S, MAX_REST_S, max_keys=_REMEMBERED_PEERS)
+        """When peers that failed are asked again."""
         self._end = asyncio.Event()
         self._heard_s: float | None = None
         self.version = -1
@@ -122,6 +108,8 @@ class Tracker:
         """Hash of the weights that are here."""
         self.stopped = ""
         """Why the owner is not followed any more: chain_fork, chain_rollback."""
+        self.misled = ""
+        """How the owner's last blob of that kind was not what its link says: reason of the refusal."""
 
     @property
     def lag(self) -> int:
@@ -135,13 +123,13 @@ class Tracker:
         more."""
         if self.stopped:
             return math.inf
-        return self._clock.monotonic_s() - self._heard_s if self._heard_s is not None else 0.0
+        return self._runtime.monotonic_s() - self._heard_s if self._heard_s is not None else 0.0
 
     async def run(self) -> None:
         """Follow until cancelled, or until the owner contradicts itself (`stopped`). Begins with what an
         earlier run left on the disk."""
-        self._heard_s = self._clock.monotonic_s()
-        self._opened = await self._compute.run(
+        self._heard_s = self._runtime.monotonic_s()
+        self._opened = await self._runtime.run(
             Lane.BROADCAST, self._chains.open, self._lineage, [self._base_digest]
         )
         if self._opened.evidence:
@@ -160,10 +148,10 @@ class Tracker:
 
     async def _hear(self, choose: Callable[[], PeerId | None]) -> None:
         while True:
-            began_s = self._clock.monotonic_s()
+            began_s = self._runtime.monotonic_s()
             peer_id = choose()
             if peer_id is None or not await self._ask(peer_id):
-                await asyncio.sleep(max(0.0, began_s + ROUND_S - self._clock.monotonic_s()))
+                await asyncio.sleep(max(0.0, began_s + ROUND_S - self._runtime.monotonic_s()))
 
     def _owner(self) -> PeerId | None:
         return None if self._rests_now(self._lineage.owner) else self._lineage.owner
@@ -171,7 +159,7 @@ class Tracker:
     def _member(self) -> PeerId | None:
         """Another member: the next one in order of peer ids that does not rest, so that not all ask one."""
         me = self._chains.peer_id
-        members = [peer for peer in self._providers() if peer not in (me, self._lineage.owner)]
+        members = [peer for peer in self._sharing.members() if peer not in (me, self._lineage.owner)]
         awake = [peer for peer in members if not self._rests_now(peer)]
         return min(awake, key=lambda peer: (peer < me, peer), default=None)
 
@@ -183,20 +171,22 @@ class Tracker:
             links = await self._chains.ask(peer_id, self._lineage, after, MAX_WAIT_S)
             news = await self._learn(peer_id, after, links)
         except DeadlineError:
-            self._failed(peer_id, "deadline")
+            self._sharing.peers.refused(peer_id, "deadline")
         except TransportError:
             pass  # it is not there
         except RemoteProtocolError as error:
-            self._failed(self._lineage.owner if _is_the_owners(error) else peer_id, error.reason)
+            self._sharing.peers.refused(
+                self._lineage.owner if _is_the_owners(error) else peer_id, error.reason
+            )
             if isinstance(error, ChainError) and error.evidence:
                 self.stopped = error.reason
                 self._end.set()
         else:
-            self._rests.pop(peer_id, None)
+            self._rests.succeeded(peer_id)
             if peer_id == self._lineage.owner:
-                self._heard_s = self._clock.monotonic_s()
+                self._heard_s = self._runtime.monotonic_s()
             return news
-        self._rest(peer_id)
+        self._rests.failed(peer_id, self._runtime.monotonic_s())
         return False
 
     async def _learn(self, peer_id: PeerId, after: int | None, links: Sequence[SignedLink]) -> bool:
@@ -215,7 +205,7 @@ class Tracker:
             else:
                 if link is not None:
                     news = True
-                    self._heard_s = self._clock.monotonic_s()
+                    self._heard_s = self._runtime.monotonic_s()
         if wrong is not None:
             raise wrong
         if peer_id == self._lineage.owner and links:
@@ -223,14 +213,7 @@ class Tracker:
         return news
 
     def _rests_now(self, peer_id: PeerId) -> bool:
-        return self._clock.monotonic_s() < self._rests.get(peer_id, (0.0, -math.inf))[1]
-
-    def _rest(self, peer_id: PeerId) -> None:
-        rest_s, _ = self._rests.pop(peer_id, (ROUND_S / 2, 0.0))
-        rest_s = min(2 * rest_s, MAX_REST_S)
-        self._rests[peer_id] = (rest_s, self._clock.monotonic_s() + rest_s)
-        while len(self._rests) > _REMEMBERED_PEERS:
-            self._rests.popitem(last=False)
+        return self._rests.ready_in_s(peer_id, self._runtime.monotonic_s()) > 0
 
     # --- advance ------------------------------------------------------------------------------------------
 
@@ -247,7 +230,9 @@ class Tracker:
                 await self._walk(path)
             except (DeadlineError, OurFault, OSError) as error:
                 if not isinstance(error, DeadlineError):
-                    self._notice(NoticeLevel.WARNING, f"version {path[-1].policy_version} waits: {error}")
+                    self._runtime.notice(
+                        NoticeLevel.WARNING, f"version {path[-1].policy_version} waits: {error}"
+                    )
                 await self._activate()
                 await asyncio.sleep(rest_s)
                 rest_s = min(2 * rest_s, MAX_REST_S)
@@ -256,11 +241,11 @@ class Tracker:
                 rest_s = ROUND_S
 
     def _path(self) -> list[WeightsLink]:
-        held = self._held if self._bits is not None else None
-        now_s = self._clock.monotonic_s()
+        at = self._at if self._bits is not None else None
+        now_s = self._runtime.monotonic_s()
         self._late = {root: until_s for root, until_s in self._late.items() if now_s < until_s}
-        around = self._chain().path(held, cost=self._cost, avoid={*self._bad, *self._late})
-        return around or self._chain().path(held, cost=self._cost, avoid=self._bad)
+        around = self._chain().path(at, cost=self._cost, avoid={*self._useless, *self._late})
+        return around or self._chain().path(at, cost=self._cost, avoid=self._useless)
 
     def _cost(self, link: WeightsLink) -> float:
         """Bytes still to be fetched."""
@@ -280,16 +265,16 @@ class Tracker:
                 for following in path[number + len(fetches) : number + AHEAD]:
                     fetches.append(asyncio.create_task(self._fetch(following)))
                 try:
-                    with self._gauge.waiting("weights"):
+                    with self._sharing.gauge.waiting("weights"):
                         stored = await fetches[0]
                     fetches.popleft()
                     if number + AHEAD < len(path):
                         fetches.append(asyncio.create_task(self._fetch(path[number + AHEAD])))
-                    with self._gauge.working():
-                        await self._compute.run(Lane.APPLY, self._apply, link, stored)
+                    with self._sharing.gauge.working():
+                        await self._runtime.run(Lane.APPLY, self._apply, link, stored)
                 except LimitError as error:  # larger than the store
                     self._refuse(link, error)
-                    self._notice(
+                    self._runtime.notice(
                         NoticeLevel.WARNING, f"version {link.policy_version} cannot be kept: {error}"
                     )
                     return
@@ -306,7 +291,9 @@ class Tracker:
         most = max_delta_bytes(self._base)
         if link.blob.size > most:
             raise DecodeError(f"a blob of {link.blob.size} bytes for weights of {most}", reason="delta_size")
-        fetch = asyncio.create_task(self._exchange.fetch(link.blob, self._fetch_timeout_s))
+        fetch = asyncio.create_task(
+            self._sharing.exchange.fetch(link.blob, self._sharing.settings.fetch_timeout_s)
+        )
         try:
             have = -1
             while not (await asyncio.wait([fetch], timeout=STALL_S))[0]:
@@ -315,35 +302,35 @@ class Tracker:
                     raise DeadlineError(f"a chunk of version {link.policy_version}", STALL_S)
             return fetch.result()
         except DeadlineError:
-            self._late[link.blob.root] = self._clock.monotonic_s() + LATE_S
+            self._late[link.blob.root] = self._runtime.monotonic_s() + LATE_S
             raise
         finally:
             fetch.cancel()
             await asyncio.gather(fetch, return_exceptions=True)
 
     def _chunks_of(self, root: Digest) -> int:
-        return sum(each.have for each in self._exchange.progress() if each.root == root)
+        return sum(each.have for each in self._sharing.exchange.progress() if each.root == root)
 
     def _apply(self, link: WeightsLink, stored: StoredBlob) -> None:
         """Blocking."""
         self._bits = apply_link(link, stored.data(), self._bits, self._base)
-        self._held, self.digest = link.policy_version, link.result
+        self._at, self.digest = link.policy_version, link.result
 
     def _refuse(self, link: WeightsLink, error: RemoteProtocolError) -> None:
         """The owner signed a blob that is of no use: one that is too large for this node, or that is not what
         its link says."""
-        self._failed(self._lineage.owner, error.reason)
+        peers, owner = self._sharing.peers, self._lineage.owner
+        peers.refused(owner, error.reason)
         if isinstance(error, DecodeError):
-            self._misled(error.reason)
-        self._bad[link.blob.root] = None
-        while len(self._bad) > _REMEMBERED_BLOBS:
-            self._bad.popitem(last=False)
+            self.misled = error.reason
+            peers.judged(owner, Hardness.HARD)
+        self._useless[link.blob.root] = None
 
     async def _activate(self) -> None:
         """Tell of the version that is here, if it is newer than the last one told."""
-        if self._bits is None or self._held <= self.version:
+        if self._bits is None or self._at <= self.version:
             return
-        version = self._held
+        version = self._at
         await self._on_version(version, self._bits)
         self.version = version
         self._pin()
@@ -351,12 +338,12 @@ class Tracker:
     async def _keep_anchor(self) -> None:
         """Where the newest anchor is of the version that is here: make its blob, to serve newcomers."""
         anchor = self._chain().anchor
-        if anchor is None or self._bits is None or anchor.policy_version != self._held:
+        if anchor is None or self._bits is None or anchor.policy_version != self._at:
             return
         if self._here(anchor) or anchor.blob.root == self._made:
             return
         self._made = anchor.blob.root
-        data = await self._compute.run(
+        data = await self._runtime.run(
             Lane.BROADCAST,
             encode,
             self._base,
@@ -367,9 +354,9 @@ class Tracker:
         )
         if len(data) == anchor.blob.size:  # else it was made by another version of the coder
             try:
-                await self._compute.run(Lane.DISK, self._store.add, data)
+                await self._runtime.run(Lane.DISK, self._store.add, data)
             except (OurFault, OSError) as error:
-                self._notice(
+                self._runtime.notice(
                     NoticeLevel.WARNING, f"the anchor of version {anchor.policy_version} is not kept: {error}"
                 )
 

@@ -3,7 +3,7 @@
 Sums run in a fixed order, one double after the other, without fastmath: numpy's own sums are grouped as the
 processor's vectors are wide. bf16 becomes double through a table, never through float32, whose denormals some
 libraries flush to zero for a whole thread; and numba fuses no multiplication with an addition. Not for
-deciding what is merged: `merge.py`.
+deciding what is merged: `resolve.py`.
 """
 
 from __future__ import annotations

@@ -7,107 +7,98 @@
 
 No version number ever means two policies, also for the rollouts that the engine goes on generating during the
 probe: v + 1 are the merged weights, published or not. Either way the trainer's weights reach the engine as
-after a step, and are probed (`EngineBroadcast.replace`). Training stands still meanwhile: this is a stage's
-call, not a loop. Not for making merges (`merger.py`) nor for the statistics (`merge_gate.py`).
+after a step, and are probed (`EngineSync.replace`). Training stands still meanwhile: this is a stage's
+call, not a loop. Not for making merges (`merger.py`) nor for the statistics (`gate.py`).
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from node.clock import Clock
-from node.compute import Compute, Lane
-from node.events import EventBus, MergeJudged, NoticeLevel
-from node.rollout.engine.base import Engine, EngineError
+from node.compute import Lane
+from node.config import MergeConfig
+from node.events import MergeJudged, NoticeLevel
+from node.rollout.engine.base import EngineError
+from node.runtime import Runtime
+from node.train.evaluate import HeldOut
 from node.train.step import Trainer
 from node.weights.chain.bf16 import to_tensors
-from node.weights.engine_sync import EngineBroadcast
-from node.weights.merge.gate import Judgement, judge
-from node.weights.merge.merger import Merge
+from node.weights.engine_sync import EngineSync
+from node.weights.merge.gate import GateResult, judge
+from node.weights.merge.merger import Merger
 
 __all__ = ["MergeAdoption"]
 
 
 class MergeAdoption:
-    """Judges what `take()` gives by `rewards()`, those of the same held-out prompts at every call, which may
-    block. `notice(level, text)` tells the operator."""
+    """Judges what `merger` has made by the rewards of held-out prompts, the same at every call, and brings it
+    to `trainer` and, by `sync`, to the engine."""
 
     def __init__(
         self,
+        runtime: Runtime,
         trainer: Trainer,
-        engine: Engine,
-        broadcast: EngineBroadcast,
-        *,
-        take: Callable[[], Merge | None],
-        rewards: Callable[[], Sequence[float]],
-        confidence: float,
-        tolerance: float,
-        compute: Compute,
-        clock: Clock,
-        bus: EventBus,
-        notice: Callable[[NoticeLevel, str], None],
+        sync: EngineSync,
+        merger: Merger,
+        held_out: HeldOut,
+        settings: MergeConfig,
     ) -> None:
+        self._runtime = runtime
         self._trainer = trainer
-        self._engine = engine
-        self._broadcast = broadcast
-        self._take = take
-        self._rewards = rewards
-        self._confidence = confidence
-        self._tolerance = tolerance
-        self._compute = compute
-        self._clock = clock
-        self._bus = bus
-        self._notice = notice
+        self._sync = sync
+        self._merger = merger
+        self._held_out = held_out
+        self._settings = settings
 
     async def next(self) -> bool:
         """Whether a merge was ready and the trainer has adopted it. Not while a step runs. Raises EngineError
         when the engine cannot go on."""
-        merge = self._take() if not self._broadcast.not_sharing else None
+        merge = self._merger.take() if not self._sync.not_sharing else None
         if merge is None:
             return False
-        began_s = self._clock.monotonic_s()
+        began_s = self._runtime.monotonic_s()
         version = self._trainer.policy_version
         weights = to_tensors(merge.bits)
-        judgement = await self._probe(weights, version + 1)
-        if judgement.adopted:
+        result = await self._probe(weights, version + 1)
+        if result.adopted:
             change = functools.partial(self._trainer.adopt, weights, version + 1)
         else:
             change = functools.partial(self._keep, version + 2)
-        await self._broadcast.replace(change, anchor=judgement.adopted)
-        if judgement.prompts:
-            self._notice(NoticeLevel.INFO, f"a merge of {len(merge.used)} trainers was {judgement.why}")
-        self._bus.emit(
+        await self._sync.replace(change, anchor=result.adopted)
+        if result.prompts:
+            self._runtime.notice(NoticeLevel.INFO, f"a merge of {len(merge.used)} trainers was {result.why}")
+        self._runtime.emit(
             MergeJudged(
-                at=self._clock.now_ms(),
+                at=self._runtime.now_ms(),
                 policy_version=self._trainer.policy_version,
-                adopted=judgement.adopted,
-                prompts=judgement.prompts,
-                gain=judgement.gain,
-                lower_bound=judgement.lower_bound if math.isfinite(judgement.lower_bound) else 0.0,
+                adopted=result.adopted,
+                prompts=result.prompts,
+                gain=result.gain,
+                lower_bound=result.lower_bound if math.isfinite(result.lower_bound) else 0.0,
                 contributions=merge.contributions,
                 authors=tuple(used.author for used in merge.used),
-                why=judgement.why,
-                judge_s=self._clock.monotonic_s() - began_s,
+                why=result.why,
+                judge_s=self._runtime.monotonic_s() - began_s,
             )
         )
-        return judgement.adopted
+        return result.adopted
 
     def _keep(self, policy_version: int) -> None:
         self._trainer.policy_version = policy_version
 
-    async def _probe(self, weights: dict[str, Tensor], policy_version: int) -> Judgement:
+    async def _probe(self, weights: dict[str, Tensor], policy_version: int) -> GateResult:
         """Leaves the engine with `weights`, or with nobody knows what when it failed."""
+        prompts = self._settings.probe_prompts
         try:
-            before = await self._compute.run(Lane.EVALUATE, self._rewards)
-            await self._compute.run(Lane.TRAIN, self._engine.update, weights, policy_version)
-            after = await self._compute.run(Lane.EVALUATE, self._rewards)
+            before = await self._runtime.run(Lane.EVALUATE, self._held_out.rewards, prompts)
+            await self._runtime.run(Lane.TRAIN, self._sync.engine.update, weights, policy_version)
+            after = await self._runtime.run(Lane.EVALUATE, self._held_out.rewards, prompts)
         except EngineError as error:
-            self._notice(
+            self._runtime.notice(
                 NoticeLevel.WARNING, f"a merge was not adopted, the engine failed when it was judged: {error}"
             )
-            return Judgement(False, 0, 0.0, -math.inf, f"not adopted: {error}")
-        return judge(before, after, confidence=self._confidence, tolerance=self._tolerance)
+            return GateResult(False, 0, 0.0, -math.inf, f"not adopted: {error}")
+        return judge(before, after, confidence=self._settings.confidence, tolerance=self._settings.tolerance)

@@ -18,17 +18,19 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection
 
-from node.clock import Clock
 from node.events import NoticeLevel
-from node.transport.base import Stream, Transport
+from node.membership import Membership
+from node.runtime import Runtime
+from node.transport.base import Stream
 from node.transport.limits import KeyedTokenBuckets
 from node.weights.merge.contributions import MAX_SIGNED_REMOVAL_BYTES, MergeError, MergeSet, decode_removal
+from node.weights.merge.resolve import MergeRule
+from node.weights.sharing import WeightsSharing
 from protocol.codec import decode, encode
 from protocol.constants import MAX_CONTRIBUTIONS
 from protocol.errors import DeadlineError, FreshnessError, LimitError, RemoteProtocolError, TransportError
-from protocol.identity import Identity
 from protocol.links import MAX_SIGNED_LINK_BYTES, decode_link
 from protocol.messages import Digest, MergeReply, MergeRequest, PeerId, SignedLink, SignedRemoval
 from protocol.topics import MERGE_PROTOCOL
@@ -52,36 +54,26 @@ _ITEMS_PER_S, _ITEM_BURST = 64.0, 16 * MAX_CONTRIBUTIONS
 
 
 class MergeExchange:
-    """This node's set of contributions, `set`, and its exchange. Serves it from the start. `rule` names the
-    rule of merging; `window_ms` is how far ahead of this clock a contribution may be dated, `max_bytes` how
-    large its blob may be. The callbacks are those of `Merger`."""
+    """This node's set of contributions, `set`, and its exchange with the trainers that `sharing` is connected
+    to. Serves it from the start. A contribution may be dated at most a window ahead of this clock, and its
+    blob have at most `max_bytes`."""
 
     def __init__(
         self,
-        identity: Identity,
+        runtime: Runtime,
+        membership: Membership,
         contributions: MergeSet,
-        transport: Transport,
-        *,
-        rule: Digest,
-        window_ms: int,
+        sharing: WeightsSharing,
+        rule: MergeRule,
         max_bytes: int,
-        partners: Callable[[], Sequence[PeerId]],
-        admitted: Callable[[PeerId], bool],
-        failed: Callable[[PeerId, str], None],
-        notice: Callable[[NoticeLevel, str], None],
-        clock: Clock,
     ) -> None:
         self.set = contributions
-        self._identity = identity
-        self._transport = transport
-        self._rule = rule
-        self._window_ms = window_ms
+        self._runtime = runtime
+        self._membership = membership
+        self._network = sharing.network
+        self._peers = sharing.peers
+        self._rule = rule.digest()
         self._max_bytes = max_bytes
-        self._partners = partners
-        self._admitted = admitted
-        self._failed = failed
-        self._notice = notice
-        self._clock = clock
         self._served = _buckets()
         self._received = _buckets()
         self._withdrawn = False
@@ -94,14 +86,18 @@ class MergeExchange:
         self._aside: set[PeerId] = set()
         """Partners whose answer was wrong in this round."""
         self._turn = 0
-        transport.serve(MERGE_PROTOCOL, self._serve)
+        self._network.transport.serve(MERGE_PROTOCOL, self._serve)
+
+    def partners(self) -> list[PeerId]:
+        """Connected trainers of the base model, in order of peer ids."""
+        return self._network.trainers_of(self.set.base_model)
 
     # --- this node's own ----------------------------------------------------------------------------------
 
     def contribute(self, signed: SignedLink) -> None:
         """Add this node's own. Raises as MergeSet.add does."""
         if self.set.add(signed):
-            self._changed_s = self._clock.monotonic_s()
+            self._changed_s = self._runtime.monotonic_s()
             self._remove_own()
 
     def withdraw(self) -> None:
@@ -110,17 +106,20 @@ class MergeExchange:
         self._remove_own()
 
     def _remove_own(self) -> None:
-        removal = self.set.removal(self._identity, self._clock.now_ms()) if self._withdrawn else None
+        removal = (
+            self.set.removal(self._membership.identity, self._runtime.now_ms()) if self._withdrawn else None
+        )
         if removal is not None:
             self.set.remove(removal)
 
     # --- a round ------------------------------------------------------------------------------------------
 
     def admits(self, author: PeerId) -> bool:
-        """Whether this author's contributions count here, now and in this round."""
-        if author == self._identity.peer_id:
+        """Whether this author's contributions count here, now and in this round: this node's own, and those
+        of who has earned trust and does not change them again and again."""
+        if author == self._membership.peer_id:
             return True
-        return self._changes[author] <= _CHANGES and self._admitted(author)
+        return self._changes[author] <= _CHANGES and self._peers.has_earned_trust(author)
 
     async def settle(self, settle_s: float, until_s: float, own: asyncio.Future[None]) -> None:
         """A new round: ask partners until `own`, by which this node contributes, is done and nothing new came
@@ -128,16 +127,16 @@ class MergeExchange:
         self._changes.clear()
         self._taken.clear()
         self._aside.clear()
-        self._changed_s = self._clock.monotonic_s()
+        self._changed_s = self._runtime.monotonic_s()
         asking: dict[PeerId, asyncio.Task[None]] = {}
         try:
             while True:
                 quiet_s = self._changed_s + settle_s if own.done() else until_s
-                left_s = min(until_s, quiet_s) - self._clock.monotonic_s()
+                left_s = min(until_s, quiet_s) - self._runtime.monotonic_s()
                 if left_s <= 0:
                     return
                 for peer_id in self._next_partners(asking):
-                    asking[peer_id] = asyncio.create_task(self._ask(peer_id))
+                    asking[peer_id] = asyncio.create_task(self.ask(peer_id))
                 await asyncio.sleep(min(POLL_S, max(left_s, 0.01)))
                 for peer_id in [peer_id for peer_id, task in asking.items() if task.done()]:
                     asking.pop(peer_id).result()
@@ -147,10 +146,10 @@ class MergeExchange:
             await asyncio.gather(*asking.values(), return_exceptions=True)
 
     def _next_partners(self, asking: Collection[PeerId]) -> list[PeerId]:
-        me = self._transport.peer_id
+        me = self._membership.peer_id
         idle = [
             peer_id
-            for peer_id in sorted(self._partners())
+            for peer_id in self.partners()
             if peer_id != me and peer_id not in asking and peer_id not in self._aside
         ]
         start = self._turn % len(idle) if idle else 0
@@ -159,21 +158,22 @@ class MergeExchange:
 
     # --- asking -------------------------------------------------------------------------------------------
 
-    async def _ask(self, peer_id: PeerId) -> None:
+    async def ask(self, peer_id: PeerId) -> None:
+        """Take in what one partner has heard. What is wrong with its answer is counted against it."""
         try:
             await self._take_from(peer_id)
         except DeadlineError:
-            self._failed(peer_id, "deadline")
+            self._peers.refused(peer_id, "deadline")
         except TransportError:
             pass  # it is not there
         except RemoteProtocolError as error:
-            self._failed(peer_id, error.reason)
+            self._peers.refused(peer_id, error.reason)
             self._aside.add(peer_id)
 
     async def _take_from(self, peer_id: PeerId) -> None:
         try:
             async with asyncio.timeout(_ASK_S):
-                stream = await self._transport.open_stream(peer_id, MERGE_PROTOCOL)
+                stream = await self._network.transport.open_stream(peer_id, MERGE_PROTOCOL)
                 try:
                     await self._asked(stream)
                 finally:
@@ -191,7 +191,7 @@ class MergeExchange:
         if reply.rule != self._rule:
             raise self._stranger(f"{peer_id} merges by another rule than this node", "merge_rule")
         count = reply.links + reply.removals
-        if count and not self._received.take(peer_id, self._clock.monotonic_s(), count):
+        if count and not self._received.take(peer_id, self._runtime.monotonic_s(), count):
             raise LimitError(
                 f"{peer_id} sends {count} more contributions; {_ITEMS_PER_S:g} a second are taken",
                 reason="merge_rate",
@@ -210,7 +210,7 @@ class MergeExchange:
                     removal = decode(data, SignedRemoval, max_bytes=MAX_SIGNED_REMOVAL_BYTES)
                     self._take_removal(removal)
             except FreshnessError as error:  # to be heard again, once its time has come
-                self._failed(peer_id, error.reason)
+                self._peers.refused(peer_id, error.reason)
                 whole = False
         if whole:
             self._taken[peer_id] = reply.held
@@ -219,7 +219,7 @@ class MergeExchange:
         """For a partner that cannot be merged with; the first one is told."""
         if reason not in self._told:
             self._told.add(reason)
-            self._notice(NoticeLevel.WARNING, f"{message}; nothing is taken from such nodes")
+            self._runtime.notice(NoticeLevel.WARNING, f"{message}; nothing is taken from such nodes")
         return MergeError(message, reason=reason)
 
     def _take_link(self, signed: SignedLink) -> None:
@@ -229,7 +229,7 @@ class MergeExchange:
         author = link.lineage.owner
         if not self.admits(author):
             return
-        if link.created_at > self._clock.now_ms() + self._window_ms:
+        if link.created_at > self._runtime.now_ms() + self._membership.charter.window_ms:
             raise FreshnessError(f"a contribution of {author} is dated in the future", reason="merge_future")
         if link.blob.size > self._max_bytes:
             raise LimitError(
@@ -245,14 +245,14 @@ class MergeExchange:
             self._changed(author)
 
     def _changed(self, author: PeerId) -> None:
-        if author == self._identity.peer_id:
+        if author == self._membership.peer_id:
             self._remove_own()  # heard of an earlier run
             return
         self._changes[author] += 1
         if self._changes[author] > _CHANGES:
-            self._failed(author, "merge_restless")
+            self._peers.refused(author, "merge_restless")
         else:
-            self._changed_s = self._clock.monotonic_s()
+            self._changed_s = self._runtime.monotonic_s()
 
     # --- serving ------------------------------------------------------------------------------------------
 
@@ -268,7 +268,7 @@ class MergeExchange:
         ):
             links, removals = self.set.links(), self.set.removals()
         count = max(1, len(links) + len(removals))
-        if not self._served.take(stream.peer_id, self._clock.monotonic_s(), count):
+        if not self._served.take(stream.peer_id, self._runtime.monotonic_s(), count):
             raise LimitError(
                 f"{stream.peer_id} asks for {count} more contributions; {_ITEMS_PER_S:g} a second are given",
                 reason="merge_rate",

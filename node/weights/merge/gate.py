@@ -1,6 +1,6 @@
 """Whether a merge is adopted: only if a held-out probe does not get worse at its lower confidence bound.
 
-    rewards of the same prompts before and after (held out, same seeds) --judge--> Judgement
+    rewards of the same prompts before and after (held out, same seeds) --judge--> GateResult
 
 A one-sided Student bound on the mean of the paired differences. Why not a bootstrap: it needs a generator,
 and resampling few prompts makes its bound too high, the wrong side to err on. The bound is the usual
@@ -18,14 +18,14 @@ from statistics import NormalDist
 
 from protocol.errors import LocalProtocolError
 
-__all__ = ["MIN_PROMPTS", "Judgement", "judge", "student_quantile"]
+__all__ = ["MIN_PROMPTS", "GateResult", "judge", "student_quantile"]
 
 MIN_PROMPTS = 16
 """Fewer say nothing: a merge is not adopted on them."""
 
 
 @dataclass(frozen=True)
-class Judgement:
+class GateResult:
     """What the probe says. `lower_bound` of the mean gain in reward, -inf with too few prompts."""
 
     adopted: bool
@@ -38,7 +38,7 @@ class Judgement:
 
 def judge(
     before: Sequence[float], after: Sequence[float], *, confidence: float = 0.95, tolerance: float = 0.0
-) -> Judgement:
+) -> GateResult:
     """Compare mean rewards of the same prompts, in the same order, before and after a merge. `tolerance`:
     loss of mean reward that is taken as none; with 0 a merge must be shown to gain, or to change no reward at
     all. Raises LocalProtocolError for lists of unequal length or rewards that are not finite."""
@@ -51,7 +51,7 @@ def judge(
     count = len(before)
     if count < MIN_PROMPTS:
         why = f"not adopted: {count} prompts say too little, {MIN_PROMPTS} are needed"
-        return Judgement(False, count, 0.0, -math.inf, why)
+        return GateResult(False, count, 0.0, -math.inf, why)
     gains = [new - old for old, new in zip(before, after, strict=True)]
     gain = math.fsum(gains) / count
     variance = math.fsum((each - gain) ** 2 for each in gains) / (count - 1)
@@ -61,7 +61,7 @@ def judge(
         f"{'adopted' if adopted else 'not adopted'}: mean reward {gain:+.4f} over {count} prompts, at least "
         f"{bound:+.4f} with {confidence:.0%} confidence, {-tolerance:+.4f} is needed"
     )
-    return Judgement(adopted, count, gain, bound, why)
+    return GateResult(adopted, count, gain, bound, why)
 
 
 def student_quantile(probability: float, degrees: int) -> float:

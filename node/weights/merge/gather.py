@@ -6,27 +6,27 @@ disk until they are merged.
 Whose blob is not what its link says is left out, by everybody, since everybody finds the same. Whose blob
 does not come stops this merge: others may have it, and would make other bytes. But nobody stops merging by
 contributing what it does not serve: in the next `_PARDON` rounds such an author is left out where its blob
-does not come. Not for who is heard (`merge_exchange.py`).
+does not come. Not for who is heard (`exchange.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 
-from node.clock import Clock
-from node.compute import Compute, Lane
+from cachetools import FIFOCache
+
+from node.compute import Lane
 from node.events import NoticeLevel
+from node.runtime import Runtime
 from node.supervise import StageGauge
 from node.weights.chain.apply import apply_link
 from node.weights.chain.bf16 import U16
-from node.weights.exchange.exchange import Exchange
 from node.weights.exchange.store import StoredBlob
 from node.weights.merge.contributions import Contribution
 from node.weights.merge.resolve import MergeRule
 from node.weights.merge.scratch import MergeScratch
+from node.weights.sharing import WeightsSharing
 from protocol.constants import MAX_CONTRIBUTIONS
 from protocol.errors import DeadlineError, LimitError, OurFault, RemoteProtocolError
 from protocol.messages import Digest, PeerId
@@ -47,43 +47,32 @@ class NoMergeError(Exception):
 
 
 class MergeGather:
-    """Fetches and decodes contributions on `base`. `scratch` is a folder of its own."""
+    """Fetches and decodes contributions on `base`, one of which is in memory at a time."""
 
     def __init__(
         self,
+        runtime: Runtime,
         base: Mapping[str, U16],
-        exchange: Exchange,
+        sharing: WeightsSharing,
         rule: MergeRule,
-        *,
-        fetch_timeout_s: float,
-        scratch: Path,
-        failed: Callable[[PeerId, str], None],
-        notice: Callable[[NoticeLevel, str], None],
-        compute: Compute,
-        clock: Clock,
+        scratch: MergeScratch,
         gauge: StageGauge,
     ) -> None:
+        self._runtime = runtime
         self._base = base
-        self._exchange = exchange
+        self._exchange = sharing.exchange
+        self._peers = sharing.peers
+        self._fetch_timeout_s = sharing.settings.fetch_timeout_s
         self._rule = rule
-        self._fetch_timeout_s = fetch_timeout_s
-        self._scratch = MergeScratch(scratch)
-        self._failed = failed
-        self._notice = notice
-        self._compute = compute
-        self._clock = clock
+        self._scratch = scratch
         self._gauge = gauge
-        self._bad: OrderedDict[Digest, None] = OrderedDict()
+        self._bad: FIFOCache[Digest, None] = FIFOCache(_REMEMBERED_BAD)
         """Tags of contributions whose blobs are not what their links say."""
         self._pardoned: dict[PeerId, int] = {}
         """Authors whose blob did not come, and until which round nobody waits for them."""
         self._came: set[PeerId] = set()
         """Authors whose blobs came for the last merge."""
         self._round = 0
-
-    def clear(self) -> None:
-        """Remove what is on the disk. Blocking."""
-        self._scratch.clear()
 
     def eligible(self, heard: Sequence[Contribution]) -> list[Contribution]:
         """What of it goes into a merge, as far as is known: not bad, and not too old against the newest."""
@@ -94,8 +83,8 @@ class MergeGather:
     async def gather(
         self, heard: Sequence[Contribution], round_number: int, until_s: float
     ) -> list[tuple[Contribution, Bits]]:
-        """What is eligible and its weights, mapped from the disk until `clear`. Ends at `until_s` of the
-        monotonic clock, decoding apart. Raises NoMergeError when there are too few, or a blob did not come
+        """What is eligible and its weights, mapped from the scratch. Ends at `until_s` of the monotonic
+        clock, decoding apart. Raises NoMergeError when there are too few, or a blob did not come
         that others may have, OurFault or OSError when the disk does not take them."""
         self._round = round_number
         self._pardoned = {author: last for author, last in self._pardoned.items() if last >= round_number}
@@ -110,7 +99,7 @@ class MergeGather:
             if not missing:
                 self._came = {each.author for each in wanted}
                 return [(each, here[each.tag]) for each in wanted]
-            await self._compute.run(Lane.MERGE, self._scratch.require_room, len(missing), self._base)
+            await self._runtime.run(Lane.MERGE, self._scratch.require_room, len(missing), self._base)
             absent = await self._bring(missing, here, until_s)
             heard = [each for each in heard if each not in absent]
 
@@ -123,7 +112,7 @@ class MergeGather:
 
         async def bring(contribution: Contribution) -> None:
             async with slots:
-                timeout_s = min(self._fetch_timeout_s, until_s - self._clock.monotonic_s())
+                timeout_s = min(self._fetch_timeout_s, until_s - self._runtime.monotonic_s())
                 if timeout_s <= 0:
                     return
                 tried.append(contribution)
@@ -156,7 +145,7 @@ class MergeGather:
         with self._gauge.waiting("contributions"):
             stored = await self._exchange.fetch(contribution.link.blob, timeout_s)
         with stored.used(), self._gauge.working():
-            return await self._compute.run(Lane.MERGE, self._kept, contribution, stored)
+            return await self._runtime.run(Lane.MERGE, self._kept, contribution, stored)
 
     def _kept(self, contribution: Contribution, stored: StoredBlob) -> Bits:
         """Blocking. One at a time, since it runs on a lane of its own."""
@@ -165,10 +154,8 @@ class MergeGather:
 
     def _refuse(self, contribution: Contribution, error: RemoteProtocolError) -> None:
         """Its author signed a blob that is of no use."""
-        self._failed(contribution.author, error.reason)
+        self._peers.refused(contribution.author, error.reason)
         self._bad[contribution.tag] = None
-        while len(self._bad) > _REMEMBERED_BAD:
-            self._bad.popitem(last=False)
 
     def _require_pardoned(self, absent: Sequence[Contribution], tried: Sequence[Contribution]) -> None:
         missed = sorted(each.author for each in absent if each.author not in self._pardoned)
@@ -180,5 +167,5 @@ class MergeGather:
         why = f"what {missed[0]} contributed did not come"
         if len(missed) > 1:
             why = f"what {missed[0]} and {len(missed) - 1} more contributed did not come"
-        self._notice(NoticeLevel.WARNING, f"no merge this time: {why}")
+        self._runtime.notice(NoticeLevel.WARNING, f"no merge this time: {why}")
         raise NoMergeError(why)

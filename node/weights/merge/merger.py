@@ -13,34 +13,38 @@ A round is `every_windows` windows of the swarm's time, so it begins everywhere 
 middle of one waits for the next. What all contributions start from is the base model, which everybody has,
 also who missed a merge, refused one or joined later: nothing is rebased on a merge.
 
-A merge that was made waits for `take`, the newest one only. Not for judging it (`merge_gate.py`) nor for the
-rule by which contributions become weights (`merge.py`).
+A merge that was made waits for `take`, the newest one only. A node whose engine has failed for good takes its
+contribution back and makes no other. Not for judging a merge (`gate.py`) nor for the rule by which
+contributions become weights (`resolve.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from node.clock import Clock
-from node.compute import Compute, Lane
+from node.compute import Lane
+from node.config import MergeConfig
 from node.events import NoticeLevel
+from node.membership import Membership
+from node.runtime import Runtime
 from node.supervise import StageGauge
-from node.transport.base import Transport
 from node.weights.chain.apply import THREADS
+from node.weights.chain.base import Base
 from node.weights.chain.bf16 import U16
-from node.weights.exchange.exchange import Exchange
+from node.weights.engine_sync import EngineSync
 from node.weights.merge.contributions import Contribution, MergeSet, set_digest
 from node.weights.merge.exchange import MergeExchange
 from node.weights.merge.gather import MergeGather, NoMergeError
 from node.weights.merge.resolve import Dropped, Merged, MergeRule, Used, resolve, warm_up
+from node.weights.merge.scratch import MergeScratch
+from node.weights.publish import Publisher
+from node.weights.sharing import WeightsSharing
 from protocol.delta import max_delta_bytes, weights_digest
 from protocol.errors import DeadlineError, LocalProtocolError, OurFault, RemoteProtocolError
-from protocol.identity import Identity
-from protocol.messages import Digest, Lineage, PeerId, SignedLink
+from protocol.messages import Digest, PeerId, SignedLink
 
 __all__ = ["Merge", "MergeStatus", "Merger"]
 
@@ -73,74 +77,39 @@ class MergeStatus:
 
 
 class Merger:
-    """Merges `lineage`, this node's own, with others on `base`, the base model's weights. `contribute()`
-    gives the anchor of this node's newest version. `partners()` lists connected trainers of the base model,
-    `admitted(author)` says whose contributions count here; `window()` is the swarm's time in windows of the
-    charter. `failed(peer, reason)` counts what peers do wrong, `notice(level, text)` tells the operator.
-    Files go to `scratch`, which is removed after each round."""
+    """Merges what `publisher` publishes, this node's own lineage, with others on `base`, the base model's
+    weights; nothing any more once the engine that `sync` keeps has failed for good. Files go to a folder of
+    its own, which is removed after each round."""
 
     def __init__(
         self,
-        identity: Identity,
-        swarm_id: Digest,
-        lineage: Lineage,
-        base: Mapping[str, U16],
-        base_digest: Digest,
-        transport: Transport,
-        exchange: Exchange,
-        *,
-        rule: MergeRule,
-        every_windows: int,
-        settle_s: float,
-        fetch_timeout_s: float,
-        scratch: Path,
-        contribute: Callable[[], Awaitable[SignedLink | None]],
-        partners: Callable[[], Sequence[PeerId]],
-        admitted: Callable[[PeerId], bool],
-        window: Callable[[], float],
-        failed: Callable[[PeerId, str], None],
-        notice: Callable[[NoticeLevel, str], None],
-        compute: Compute,
-        clock: Clock,
-        gauge: StageGauge,
+        runtime: Runtime,
+        membership: Membership,
+        base: Base,
+        publisher: Publisher,
+        sync: EngineSync,
+        sharing: WeightsSharing,
+        settings: MergeConfig,
     ) -> None:
-        self._base = base
-        self._rule = rule
-        self._every = every_windows
-        self._settle_s = settle_s
-        self._contribute = contribute
-        self._partners = partners
-        self._window = window
-        self._notice = notice
-        self._compute = compute
-        self._clock = clock
-        self._gauge = gauge
-        self._sets = MergeExchange(
-            identity,
-            MergeSet(swarm_id, lineage.base_model, base_digest),
-            transport,
-            rule=rule.digest(),
-            window_ms=rule.window_ms,
-            max_bytes=max_delta_bytes(base),
-            partners=partners,
-            admitted=admitted,
-            failed=failed,
-            notice=notice,
-            clock=clock,
-        )
-        self._gather = MergeGather(
-            base,
-            exchange,
+        self.gauge = StageGauge("merge", runtime.clock, "the next round")
+        self._runtime = runtime
+        self._window = membership.window
+        self._base = base.bits
+        self._publisher = publisher
+        self._sync = sync
+        self._every = settings.every_windows
+        self._settle_s = settings.settle_s
+        self._rule = rule = MergeRule.of(settings, membership.charter.window_ms)
+        self._scratch = MergeScratch(sharing.home.merge)
+        self.exchange = MergeExchange(
+            runtime,
+            membership,
+            MergeSet(membership.swarm_id, publisher.lineage.base_model, base.digest),
+            sharing,
             rule,
-            fetch_timeout_s=fetch_timeout_s,
-            scratch=scratch,
-            failed=failed,
-            notice=notice,
-            compute=compute,
-            clock=clock,
-            gauge=gauge,
+            max_delta_bytes(base.bits),
         )
-        self._withdrawn = False
+        self._gather = MergeGather(runtime, base.bits, sharing, rule, self._scratch, self.gauge)
         self._ready: Merge | None = None
         self._last_named: Digest = ""
         """Names what went into the last merge."""
@@ -148,31 +117,27 @@ class Merger:
         """Hash of the weights of the last merge that was made."""
         self._rounds = self._merges = 0
         self._why = ""
+        sharing.ask_also(self.providers)
 
     @property
     def status(self) -> MergeStatus:
-        return MergeStatus(len(self._sets.set.visible()), self._rounds, self._merges, self._why)
+        return MergeStatus(len(self.exchange.set.visible()), self._rounds, self._merges, self._why)
 
     def take(self) -> Merge | None:
         """The newest merge that was made, once."""
         merge, self._ready = self._ready, None
         return merge
 
-    def withdraw(self) -> None:
-        """This node's own contribution counts no more, from now on, and it makes no other."""
-        self._withdrawn = True
-        self._sets.withdraw()
-
     def providers(self, root: Digest) -> Sequence[PeerId]:
         """Who may have the blob of a contribution: its author, and the partners, who fetch it too."""
-        authors = [each.author for each in self._sets.set.visible() if each.link.blob.root == root]
-        return tuple(dict.fromkeys((*authors, *self._partners()))) if authors else ()
+        authors = [each.author for each in self.exchange.set.visible() if each.link.blob.root == root]
+        return tuple(dict.fromkeys((*authors, *self.exchange.partners()))) if authors else ()
 
     # --- rounds -------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Merge once a round, until cancelled."""
-        await self._compute.run(Lane.MERGE, self._begin)
+        await self._runtime.run(Lane.MERGE, self._begin)
         while True:
             number = await self._next_round()
             if self._window() < (number + 0.25) * self._every:  # else the machine slept, or its clock was set
@@ -180,7 +145,7 @@ class Merger:
 
     def _begin(self) -> None:
         """Blocking."""
-        self._gather.clear()
+        self._scratch.clear()
         warm_up()
 
     async def _next_round(self) -> int:
@@ -199,48 +164,50 @@ class Merger:
         return (window - self._window()) * self._rule.window_ms / 1000
 
     async def _round(self, number: int) -> None:
-        now_s, begin = self._clock.monotonic_s(), number * self._every
+        self._rounds += 1
+        if not self.exchange.partners():
+            self._why = "no other trainer of the base model is connected"
+            return  # nothing is made for nobody
+        now_s, begin = self._runtime.monotonic_s(), number * self._every
         half_s = now_s + self._seconds_to(begin + self._every / 2)
         end_s = now_s + self._seconds_to(begin + 0.9 * self._every)  # the rest is for merging
-        self._rounds += 1
         async with asyncio.TaskGroup() as group:
-            with self._gauge.waiting("partners' sets"):
+            with self.gauge.waiting("partners' sets"):
                 own = group.create_task(self._contribute_own(half_s))
-                await self._sets.settle(self._settle_s, half_s, own)
+                await self.exchange.settle(self._settle_s, half_s, own)
         try:
             self._ready = await self._merge(number, end_s)
         except NoMergeError as error:
             self._why = str(error)
         except (OurFault, OSError) as error:
             self._why = str(error)
-            self._notice(NoticeLevel.WARNING, f"no merge this time: {error}")
+            self._runtime.notice(NoticeLevel.WARNING, f"no merge this time: {error}")
         else:
             self._merges += 1
             self._why = ""
         finally:
-            await self._compute.run(Lane.MERGE, self._gather.clear)
+            await self._runtime.run(Lane.MERGE, self._scratch.clear)
 
     async def _contribute_own(self, until_s: float) -> None:
-        if self._withdrawn:
+        if self._sync.not_sharing:
+            self.exchange.withdraw()  # what was contributed before counts no more, either
             return
-        left_s = max(0.0, until_s - self._clock.monotonic_s())
+        left_s = max(0.0, until_s - self._runtime.monotonic_s())
         try:
-            with self._gauge.waiting("own contribution"):
+            with self.gauge.waiting("own contribution"):
                 async with asyncio.timeout(left_s):
-                    signed = await self._contribute()
+                    signed = await self._publisher.contribute()
         except TimeoutError:
-            self._notice(
+            self._runtime.notice(
                 NoticeLevel.WARNING, str(DeadlineError("this node's contribution to the merge", left_s))
             )
-        except (OurFault, OSError) as error:
-            self._notice(NoticeLevel.WARNING, f"this node contributes nothing to the merge: {error}")
         else:
             if signed is not None:
                 self._add_own(signed)
 
     def _add_own(self, signed: SignedLink) -> None:
         try:
-            self._sets.contribute(signed)
+            self.exchange.contribute(signed)
         except RemoteProtocolError as error:
             raise LocalProtocolError(f"this node's own contribution does not fit: {error}") from error
 
@@ -249,12 +216,12 @@ class Merger:
     async def _merge(self, number: int, until_s: float) -> Merge:
         """What the set as it is now makes. Raises NoMergeError, or OurFault or OSError when this machine
         fails."""
-        heard = [each for each in self._sets.set.visible() if self._sets.admits(each.author)]
+        heard = [each for each in self.exchange.set.visible() if self.exchange.admits(each.author)]
         if self._named(self._gather.eligible(heard)) == self._last_named:
             raise NoMergeError("nobody contributed anything new")
         gathered = await self._gather.gather(heard, number, until_s)
-        with self._gauge.working():
-            merged, digest = await self._compute.run(Lane.MERGE, self._resolved, gathered)
+        with self.gauge.working():
+            merged, digest = await self._runtime.run(Lane.MERGE, self._resolved, gathered)
         if merged.bits is None:
             raise NoMergeError(f"{len(merged.dropped)} of {len(gathered)} contributions cannot be merged")
         self._last_named = self._named([contribution for contribution, _ in gathered])
@@ -264,7 +231,7 @@ class Merger:
         return Merge(merged.bits, digest, self._last_named, merged.used, merged.dropped)
 
     def _named(self, contributions: Sequence[Contribution]) -> Digest:
-        return set_digest(self._sets.set.base, contributions)
+        return set_digest(self.exchange.set.base, contributions)
 
     def _resolved(self, gathered: Sequence[tuple[Contribution, Mapping[str, U16]]]) -> tuple[Merged, Digest]:
         """Blocking."""

@@ -18,7 +18,7 @@ compared, time can. `trimmed`: per weight, without the least and the greatest va
 2012.10333; CORE, radius and number of rounds are ours), from v = 0, the common base. The latter two weigh all
 alike: an author can lie about its date, and they are for swarms where authors lie.
 
-Not here: who may contribute (`merge_set.py`), whether the result is any good (`merge_gate.py`), whether bits
+Not here: who may contribute (`contributions.py`), whether the result is any good (`gate.py`), whether bits
 are what a link promises (`protocol.delta.decode` has checked that), and trust, since every node has its own.
 """
 
@@ -31,6 +31,7 @@ from enum import StrEnum
 
 import numpy as np
 
+from node.config import MergeConfig
 from node.weights.chain.bf16 import all_finite, ties_of
 from node.weights.merge import _kernels as kernels
 from node.weights.merge._kernels import F64, U16, VALUES
@@ -74,6 +75,20 @@ class MergeRule:
     """Rounds of `clipping`; each reads all weights once."""
     min_contributions: int = 2
     """Fewer are not merged."""
+
+    @classmethod
+    def of(cls, settings: MergeConfig, window_ms: int) -> MergeRule:
+        """The rule that a configuration asks for, in a swarm with such windows."""
+        return cls(
+            strategy=Strategy(settings.strategy),
+            window_ms=window_ms,
+            max_age_windows=settings.max_age_windows,
+            norm_limit=settings.norm_limit,
+            trim=settings.trim,
+            clip_radius=settings.clip_radius,
+            clip_rounds=settings.clip_rounds,
+            min_contributions=settings.min_contributions,
+        )
 
     def __post_init__(self) -> None:
         bounds = {

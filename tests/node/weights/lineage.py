@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import random
+import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -14,22 +16,32 @@ from torch import Tensor
 
 from node.clock import VirtualClock
 from node.compute import InlineCompute
-from node.supervise import StageGauge
-from node.transport.memory import MemoryNetwork
+from node.config import BroadcastConfig
+from node.events import Event
+from node.peers.trust import Hardness
+from node.state.paths import Home
+from node.transport.memory import MemoryNetwork, MemoryTransport
+from node.weights.chain.base import Base, BaseWeights
 from node.weights.chain.bf16 import U16, to_bits
-from node.weights.chain.chains import Chains
-from node.weights.exchange.exchange import Exchange
-from node.weights.exchange.store import WeightsStore
-from node.weights.follow.tracker import Tracker
-from node.weights.publish.publish import WeightsPublisher
+from node.weights.follow.tracker import Tracker, useless_blobs
+from node.weights.publish import Publisher
+from node.weights.sharing import GIB, WeightsSharing
 from protocol.delta import weights_digest
 from protocol.identity import Identity
-from protocol.messages import Lineage, PeerId
-from tests.node.weights.simulation import inline
+from protocol.messages import Digest, Lineage, PeerId
+from tests.node.runtimes import make_runtime, notices_of
 
-__all__ = ["BASE_MODEL", "SWARM", "Member", "Weights", "identity_of", "lineage_of"]
+if TYPE_CHECKING:
+    from node.membership import Membership
+    from node.network import Network
+    from node.peers.book import PeerBook
+    from node.train.step import Trainer
+
+__all__ = ["BASE_MODEL", "SWARM", "WINDOW_MS", "Member", "Weights", "identity_of", "lineage_of"]
 
 SWARM, BASE_MODEL, TOKENIZER = "5" * 64, "b" * 64, "7" * 64
+WINDOW_MS = 1000
+"""Of the swarm's time, which begins with virtual time."""
 
 
 def identity_of(number: int) -> Identity:
@@ -61,35 +73,102 @@ class Weights:
         return self.state
 
 
+class Neighbours:
+    """In place of a network: who is connected."""
+
+    def __init__(self, transport: MemoryTransport) -> None:
+        self.transport = transport
+        self.presence = SimpleNamespace(lineage=None)
+        self.connected: list[PeerId] = []
+
+    def members_of(self, lineage: Lineage | None) -> list[PeerId]:
+        return self.connected
+
+    def trainers_of(self, base_model: Digest) -> list[PeerId]:
+        return sorted(self.connected)
+
+
+class Peers:
+    """In place of the book about peers: what was said of them, and a trust that a test sets."""
+
+    def __init__(self) -> None:
+        self.failures: Counter[tuple[PeerId, str]] = Counter()
+        self.hard: Counter[PeerId] = Counter()
+        """Proofs against a peer."""
+        self.distrusted: set[PeerId] = set()
+        self.known: set[PeerId] | None = None
+        """Who has earned trust; None for all."""
+
+    def refused(self, peer_id: PeerId, reason: str) -> None:
+        self.failures[peer_id, reason] += 1
+
+    def judged(self, peer_id: PeerId, found: Hardness) -> None:
+        self.hard[peer_id] += found is Hardness.HARD
+
+    def has_earned_trust(self, peer_id: PeerId) -> bool:
+        return peer_id not in self.distrusted and (self.known is None or peer_id in self.known)
+
+    def quarantined(self, peer_id: PeerId) -> bool:
+        return peer_id in self.distrusted
+
+
+class Source:
+    """In place of a trainer: the weights that it is given."""
+
+    policy_version = 0
+
+    def __init__(self) -> None:
+        self.state: Mapping[str, Tensor] = {}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return dict(self.state)
+
+
 class Member:
     """A node of the lineage of member `owner`: everything that moves its weights."""
 
     def __init__(
-        self, network: MemoryNetwork, number: int, folder: Path, *, owner: int = 0, keep_bytes: int = 1 << 30
+        self,
+        network: MemoryNetwork,
+        number: int,
+        folder: Path,
+        *,
+        owner: int = 0,
+        keep_bytes: int = 1 << 30,
     ) -> None:
         self.number = number
         self.identity = identity_of(number)
         self.lineage = lineage_of(owner)
+        self.events: list[Event] = []
         self.clock = VirtualClock()
-        self.compute = InlineCompute({})
-        self.failures: Counter[tuple[PeerId, str]] = Counter()
-        self.notices: list[str] = []
-        self.misled: list[str] = []
-        """Reasons, one for each blob of the owner's that was not what its link says."""
-        self.members: list[PeerId] = []
-        """Connected peers that have the lineage."""
-        self.transport = network.transport(self.identity.peer_id)
-        self.store = WeightsStore(folder / f"{number}" / "weights", keep_bytes)
-        self.exchange = Exchange(
-            self.transport,
-            self.store,
-            providers=lambda root: self.members,
-            failed=self.failed,
-            clock=self.clock,
-            rng=random.Random(number),
-            run_blocking=inline,
+        self.runtime = make_runtime(self.clock, events=self.events, seed=number)
+        self.membership = cast(
+            "Membership",
+            SimpleNamespace(
+                identity=self.identity,
+                peer_id=self.peer_id,
+                swarm_id=SWARM,
+                charter=SimpleNamespace(window_ms=WINDOW_MS, members=()),
+                window=self.window,
+            ),
         )
-        self.chains = Chains(self.transport, SWARM, folder / f"{number}" / "chain")
+        self.transport = network.transport(self.peer_id)
+        self.network = Neighbours(self.transport)
+        self.peers = Peers()
+        self.sharing = WeightsSharing(
+            self.runtime,
+            self.membership,
+            cast("Network", self.network),
+            cast("PeerBook", self.peers),
+            BroadcastConfig(keep_gib=keep_bytes / GIB, fetch_timeout_s=60.0),
+            Home(folder / f"{number}"),
+        )
+        self.store, self.exchange, self.chains = (
+            self.sharing.store,
+            self.sharing.exchange,
+            self.sharing.chains,
+        )
+        self.source = Source()
         self.reached: list[tuple[int, str]] = []
         """Versions activated, with their hashes."""
         self.bits: dict[str, U16] = {}
@@ -101,45 +180,50 @@ class Member:
         return self.identity.peer_id
 
     @property
+    def members(self) -> list[PeerId]:
+        """Connected peers that have the lineage."""
+        return self.network.connected
+
+    @members.setter
+    def members(self, peer_ids: list[PeerId]) -> None:
+        self.network.connected = peer_ids
+
+    @property
+    def failures(self) -> Counter[tuple[PeerId, str]]:
+        return self.peers.failures
+
+    @property
+    def notices(self) -> list[str]:
+        return notices_of(self.events)
+
+    @property
     def version(self) -> int:
         return self.tracker.version if self.tracker is not None else -1
 
-    def failed(self, peer_id: PeerId, reason: str) -> None:
-        self.failures[peer_id, reason] += 1
+    def window(self) -> float:
+        return self.clock.monotonic_s() * 1000 / WINDOW_MS
 
-    def publisher(self, base: Mapping[str, U16], *, anchor_every: int = 4) -> WeightsPublisher:
-        return WeightsPublisher(
-            self.identity,
-            SWARM,
+    def costs(self, **costs_s: float) -> None:
+        """Of work by lane, in virtual seconds, for what is made from now on."""
+        self.runtime = dataclasses.replace(self.runtime, compute=InlineCompute(costs_s))
+
+    def publisher(self, base: Mapping[str, U16], *, anchor_every: int = 4) -> Publisher:
+        """Of this member's lineage; offered versions are taken from `source`."""
+        self.sharing.settings = self.sharing.settings.model_copy(update={"anchor_every": anchor_every})
+        return Publisher(
+            self.runtime,
+            self.membership,
             self.lineage,
-            base,
-            self.store,
-            self.chains,
-            self.exchange,
-            anchor_every=anchor_every,
-            compute=self.compute,
-            clock=self.clock,
-            notice=lambda level, text: self.notices.append(text),
+            cast("Trainer", self.source),
+            BaseWeights(self.runtime, lambda: base),
+            self.sharing,
         )
 
-    def follow(self, base: Mapping[str, U16], *, fetch_timeout_s: float = 60.0) -> Tracker:
+    def follow(self, base: Mapping[str, U16]) -> Tracker:
         """Begin to follow, as a task."""
+        made = Base(base, weights_digest(base))
         self.tracker = Tracker(
-            self.lineage,
-            self.chains,
-            self.exchange,
-            self.store,
-            base,
-            weights_digest(base),
-            on_version=self._on_version,
-            providers=lambda: self.members,
-            failed=self.failed,
-            compute=self.compute,
-            clock=self.clock,
-            gauge=StageGauge("broadcast", self.clock, "a version"),
-            fetch_timeout_s=fetch_timeout_s,
-            misled=self.misled.append,
-            notice=lambda level, text: self.notices.append(text),
+            self.runtime, self.lineage, made, self.sharing, useless_blobs(), self._on_version
         )
         self.task = asyncio.create_task(self.tracker.run())
         return self.tracker
@@ -164,4 +248,4 @@ class Member:
             self.task.cancel()
             await asyncio.gather(self.task, return_exceptions=True)
         await self.transport.close()
-        self.store.close()
+        self.sharing.close()

@@ -5,29 +5,47 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 import numpy as np
 import torch
 
 from node.clock import VirtualClock
-from node.supervise import StageGauge
+from node.config import MergeConfig
 from node.transport.links import LINKS
 from node.transport.memory import MemoryNetwork
+from node.weights.chain.base import Base
 from node.weights.chain.bf16 import U16, to_bits
 from node.weights.merge.merger import Merge, Merger
 from node.weights.merge.resolve import MergeRule
 from protocol.delta import encode, weights_digest
 from protocol.links import sign_link
-from protocol.messages import Lineage, LinkKind, PeerId, SignedLink, WeightsLink
-from tests.node.weights.lineage import BASE_MODEL, SWARM, Member, Weights, lineage_of
+from protocol.messages import Lineage, LinkKind, SignedLink, WeightsLink
+from tests.node.weights.lineage import BASE_MODEL, SWARM, WINDOW_MS, Member, Weights, lineage_of
 
-__all__ = ["EVERY", "RULE", "SETTLE_S", "SHAPES", "WINDOW_MS", "Swarm", "Trainer", "drifted", "expected_mean"]
+if TYPE_CHECKING:
+    from node.weights.engine_sync import EngineSync
+    from node.weights.publish import Publisher
+
+__all__ = [
+    "EVERY",
+    "RULE",
+    "SETTINGS",
+    "SETTLE_S",
+    "SHAPES",
+    "WINDOW_MS",
+    "Swarm",
+    "Trainer",
+    "drifted",
+    "expected_mean",
+]
 
 SHAPES = {"w": (64, 32), "norm": (32,)}
-WINDOW_MS, EVERY = 1000, 60
-RULE = MergeRule(window_ms=WINDOW_MS, norm_limit=1e6)
+EVERY = 60
 SETTLE_S = 5.0
+SETTINGS = MergeConfig(every_windows=EVERY, settle_s=SETTLE_S, norm_limit=1e6)
+RULE = MergeRule.of(SETTINGS, WINDOW_MS)
 
 Bits = Mapping[str, U16]
 
@@ -66,13 +84,13 @@ def expected_mean(base: Bits, others: Sequence[Bits], ages: Sequence[int]) -> di
 
 
 class Trainer(Member):
-    """A node that merges its own lineage with others'."""
+    """A node that merges its own lineage with others'. It is its own publisher, so that a test says what it
+    contributes and when."""
 
-    def __init__(self, swarm: Swarm, number: int, rule: MergeRule, **options) -> None:
-        super().__init__(swarm.network, number, swarm.folder, owner=number, **options)
-        self.exchange._providers = lambda root: self.merger.providers(root)
-        self.gauge = StageGauge("broadcast", self.clock, "a version")
-        self.scratch = swarm.folder / f"{number}" / "merge"
+    def __init__(self, swarm: Swarm, number: int, settings: MergeConfig, keep_bytes: int) -> None:
+        super().__init__(swarm.network, number, swarm.folder, owner=number, keep_bytes=keep_bytes)
+        self.sharing.settings = self.sharing.settings.model_copy(update={"fetch_timeout_s": 10.0})
+        self.scratch = self.sharing.home.merge
         self.base = swarm.base.base
         self.base_digest = swarm.digest
         self.contributed: list[Bits] = []
@@ -83,33 +101,25 @@ class Trainer(Member):
         """When its contribution is said to be made; None for now."""
         self.late_s = 0.0
         """How long its contribution takes."""
-        self.refused: set[PeerId] = set()
-        """Authors that do not count here."""
+        self.not_sharing = ""
+        """Why its engine has failed for good."""
+        self.ahead_windows = 0.0
+        """How far its clock is ahead of the swarm's."""
         self.merges: list[Merge] = []
         self.at_s: list[float] = []
         self.merger = Merger(
-            self.identity,
-            SWARM,
-            self.lineage,
-            self.base,
-            self.base_digest,
-            self.transport,
-            self.exchange,
-            rule=rule,
-            every_windows=EVERY,
-            settle_s=SETTLE_S,
-            fetch_timeout_s=10.0,
-            scratch=self.scratch,
-            contribute=self.contribute,
-            partners=lambda: self.members,
-            admitted=lambda author: author not in self.refused,
-            window=lambda: self.clock.monotonic_s() * 1000 / WINDOW_MS,
-            failed=self.failed,
-            notice=lambda level, text: self.notices.append(text),
-            compute=self.compute,
-            clock=self.clock,
-            gauge=self.gauge,
+            self.runtime,
+            self.membership,
+            Base(self.base, self.base_digest),
+            cast("Publisher", self),
+            cast("EngineSync", self),
+            self.sharing,
+            settings,
         )
+        self.gauge = self.merger.gauge
+
+    def window(self) -> float:
+        return super().window() + self.ahead_windows
 
     async def contribute(self) -> SignedLink | None:
         await asyncio.sleep(self.late_s)
@@ -166,12 +176,13 @@ class Swarm:
         folder: Path,
         count: int = 3,
         *,
-        rules: Mapping[int, MergeRule] | None = None,
+        settings: Mapping[int, MergeConfig] | None = None,
         idle: Sequence[int] = (),
         shapes: Mapping[str, Sequence[int]] = SHAPES,
         change: Callable[[Weights], object] = lambda base: None,
-        **options,
+        keep: Mapping[int, int] | None = None,
     ) -> None:
+        """`change` the base weights; `keep`: bytes of the stores of some trainers."""
         self.folder = folder
         self.network = MemoryNetwork(seed=1, link=LINKS["home"], clock=VirtualClock())
         self.base = Weights(shapes)
@@ -179,7 +190,8 @@ class Swarm:
         self.digest = weights_digest(self.base.base)
         self.idle = idle
         self.all = [
-            Trainer(self, number, (rules or {}).get(number, RULE), **options) for number in range(count)
+            Trainer(self, number, (settings or {}).get(number, SETTINGS), (keep or {}).get(number, 1 << 30))
+            for number in range(count)
         ]
         for each in self.all:
             each.members = [other.peer_id for other in self.all if other is not each]

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from node.clock import VirtualClock, run_virtual
-from node.compute import InlineCompute
 from node.transport.memory import MemoryNetwork
-from node.weights.publish.publish import WeightsPublisher
+from node.weights.publish import Publisher
 from protocol.delta import weights_digest
 from protocol.links import open_link, sign_link
 from protocol.messages import LinkKind, WeightsLink
@@ -50,12 +49,9 @@ class Swarm:
         """As after `kill -9`: what was only in memory is gone."""
         await member.close()
         self.members.remove(member)
-        again = self.add(next(number for number in range(100) if self._is(number, member)))
+        again = self.add(member.number)
         await again.transport.start()
         return again
-
-    def _is(self, number: int, member: Member) -> bool:
-        return Path(member.store._folder).parent.name == f"{number}"
 
 
 @asynccontextmanager
@@ -69,7 +65,7 @@ async def running(swarm: Swarm) -> AsyncIterator[list[Member]]:
             await member.close()
 
 
-async def publish(publisher: WeightsPublisher, weights: Weights, versions: range) -> dict[int, str]:
+async def publish(publisher: Publisher, weights: Weights, versions: range) -> dict[int, str]:
     """Hashes of the versions published."""
     return {version: (await publisher.publish(version, weights.step())).result for version in versions}
 
@@ -112,7 +108,7 @@ def test_who_lags_behind_takes_several_versions_at_once(tmp_path):
     async def main() -> None:
         async with running(Swarm(tmp_path, 2)) as (owner, follower):
             weights = Weights(SHAPES)
-            follower.compute = InlineCompute({"apply": 3.0})
+            follower.costs(apply=3.0)
             follower.follow(weights.base)
             publisher = owner.publisher(weights.base, anchor_every=100)
             digests = {}
@@ -138,7 +134,7 @@ def test_blobs_are_fetched_while_earlier_ones_are_applied(tmp_path, monkeypatch)
         monkeypatch.setattr("node.weights.follow.tracker.AHEAD", ahead)
         async with running(Swarm(folder, 2, mbit=1.0)) as (owner, follower):
             await publish(owner.publisher(weights.base, anchor_every=100), weights, range(11))
-            follower.compute = InlineCompute({"apply": links_of(owner)[1].blob.size * 8 / 1e6})
+            follower.costs(apply=links_of(owner)[1].blob.size * 8 / 1e6)
             began_s = asyncio.get_running_loop().time()
             follower.follow(weights.base)
             await follower.until(10)
@@ -227,8 +223,8 @@ def test_followers_go_on_over_a_version_that_is_an_anchor_only(tmp_path):
             await follower.until(6)
             owner = await swarm.restarted(owner)
             publisher = owner.publisher(weights.base, anchor_every=100)
-            version, bits = publisher.restore()
-            assert (version, weights_digest(bits)) == (6, digests[6])
+            bits = await publisher.open()
+            assert (publisher.published, weights_digest(bits)) == (6, digests[6])
             newcomer = swarm.add(2)
             await newcomer.transport.start()
             newcomer.follow(weights.base)
@@ -286,8 +282,8 @@ def test_an_owner_killed_while_it_broadcasts_goes_on_on_the_same_chain(tmp_path)
             assert max(first.version, second.version) < 5
             owner = await swarm.restarted(owner)
             publisher = owner.publisher(weights.base)
-            version, bits = publisher.restore()
-            assert (version, weights_digest(bits)) == (5, digests[5])
+            bits = await publisher.open()
+            assert (publisher.published, weights_digest(bits)) == (5, digests[5])
             digests |= await publish(publisher, weights, range(6, 12))
             for follower in (first, second):
                 await follower.until(11)
@@ -383,7 +379,7 @@ def test_an_owner_that_contradicts_itself_stops_the_tracker(tmp_path, how, reaso
             await publish(publisher, weights, range(4))
             await first.until(3)
             if how != "by a member":  # the owner starts again without its chain
-                for path in (tmp_path / "0" / "chain").iterdir():
+                for path in (tmp_path / "0" / "state" / "chain").iterdir():
                     path.unlink()
                 owner = await swarm.restarted(owner)
                 if how == "other weights":

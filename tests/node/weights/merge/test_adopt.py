@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pytest
@@ -12,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from node.clock import VirtualClock, run_virtual
-from node.compute import InlineCompute
-from node.events import Event, EventBus, MergeJudged, decode_event, encode_event
+from node.config import MergeConfig
+from node.events import Event, MergeJudged, Notice, decode_event, encode_event
 from node.rollout.engine.base import EngineError, GenerationRequest, TokenSequence
 from node.rollout.engine.transformers import TransformersEngine
 from node.rollout.policy import Policy
@@ -22,11 +23,17 @@ from node.train.batch import TrainingBatch, collate
 from node.train.settings import TrainSettings
 from node.train.step import Trainer
 from node.weights.chain.bf16 import U16, to_bits, to_tensors
-from node.weights.engine_sync import EngineBroadcast
+from node.weights.engine_sync import EngineSync, SyncSettings
 from node.weights.merge.adopt import MergeAdoption
 from node.weights.merge.merger import Merge
 from node.weights.merge.resolve import Used
 from protocol.messages import Sampling
+from tests.node.runtimes import make_runtime
+
+if TYPE_CHECKING:
+    from node.train.evaluate import HeldOut
+    from node.weights.merge.merger import Merger
+    from node.weights.publish import Publisher
 
 SEQUENCES = [TokenSequence((2, 7, 9, 3), tuple(range(5, 25)))]
 SETTINGS = TrainSettings(measure_start_kl=False)
@@ -70,7 +77,6 @@ class Bench:
         self.other = False
         self.probed: list[int] = []
         self.published: list[tuple[int, bool]] = []
-        self.notices: list[tuple[str, str]] = []
         self.events: list[Event] = []
         self.merge: Merge | None = None
         self._requests = [
@@ -79,50 +85,49 @@ class Bench:
         ]
         self._answers = self._generated()
         self.engine.calls.clear()
-        bus, compute = EventBus(), InlineCompute({"evaluate": 2.0, "train": 0.5})
-        bus.subscribe(self.events.append)
-        clock = VirtualClock()
-        self.broadcast = EngineBroadcast(
+        runtime = make_runtime(costs_s={"evaluate": 2.0, "train": 0.5}, events=self.events)
+        self.sync = EngineSync(
+            runtime,
             self.trainer,
             self.engine,
-            policy,
-            prompts=lambda: ["12", "345"],
-            tolerance=1e-3,
-            probe_every=1000,
-            sequential=False,
-            compute=compute,
-            gauge=StageGauge("broadcast", clock, "a new version"),
-            notice=lambda level, text: self.notices.append((level, text)),
-            proven=self._proven,
+            cast("HeldOut", self),
+            cast("Publisher", self),
+            SyncSettings(tolerance=1e-3, probe_every=1000, sequential=False),
         )
         self.adoption = MergeAdoption(
+            runtime,
             self.trainer,
-            self.engine,
-            self.broadcast,
-            take=self._take,
-            rewards=self.rewards,
-            confidence=0.95,
-            tolerance=0.0,
-            compute=compute,
-            clock=clock,
-            bus=bus,
-            notice=lambda level, text: self.notices.append((level, text)),
+            self.sync,
+            cast("Merger", self),
+            cast("HeldOut", self),
+            MergeConfig(confidence=0.95, tolerance=0.0),
         )
 
-    def _take(self) -> Merge | None:
+    @property
+    def notices(self) -> list[tuple[str, str]]:
+        return [(event.level, event.text) for event in self.events if isinstance(event, Notice)]
+
+    # --- in place of a merger, a publisher, held-out prompts ---
+
+    gauge = StageGauge("broadcast", VirtualClock(), "a new version")
+
+    def take(self) -> Merge | None:
         merge, self.merge = self.merge, None
         return merge
 
-    def _proven(self, policy_version: int, state: Mapping[str, torch.Tensor], *, anchor: bool) -> None:
+    def offer(self, policy_version: int, state: object, *, anchor: bool = False) -> None:
         self.published.append((policy_version, anchor))
 
-    def _generated(self) -> list[str]:
-        return [rollout.text for (rollout,) in self.engine.generate(self._requests)]
+    def prompts(self) -> list[Any]:
+        return [SimpleNamespace(text=text) for text in ("12", "345")]
 
-    def rewards(self) -> list[float]:
+    def rewards(self, prompts: int = 64) -> list[float]:
         self.probed.append(self.engine.policy_version)
         pairs = zip(self._generated(), self._answers, strict=True)
         return [float((answer == first) is not self.other) for answer, first in pairs]
+
+    def _generated(self) -> list[str]:
+        return [rollout.text for (rollout,) in self.engine.generate(self._requests)]
 
     def next(self, bits: dict[str, U16] | None) -> bool:
         """With this merge ready; None: with none."""
@@ -133,8 +138,7 @@ class Bench:
 
     @property
     def judged(self) -> MergeJudged:
-        (event,) = self.events
-        assert isinstance(event, MergeJudged)
+        (event,) = [each for each in self.events if isinstance(each, MergeJudged)]
         assert decode_event(encode_event(event)) == event  # finite: JSON has no infinity
         return event
 
@@ -269,7 +273,7 @@ def test_an_engine_that_is_dead_ends_the_node(bench: Callable[..., Bench]) -> No
 
 def test_a_node_that_does_not_share_does_not_merge(bench: Callable[..., Bench]) -> None:
     made = bench()
-    made.broadcast.not_sharing = "as told"
+    made.sync.not_sharing = "as told"
     assert not made.next(made.bits)
     assert made.merge is not None
     assert (made.engine.calls, made.trainer.policy_version) == ([], 4)
@@ -287,5 +291,5 @@ def test_an_engine_that_computes_otherwise_with_the_merge_is_noticed_at_once(
 
     monkeypatch.setattr(made.engine, "logprobs", wrong)
     assert made.next(made.bits)
-    assert "differs from the trainer by 0.5 nats" in made.broadcast.not_sharing
+    assert "differs from the trainer by 0.5 nats" in made.sync.not_sharing
     assert made.published == []

@@ -7,7 +7,6 @@ import itertools
 import shutil
 import tracemalloc
 from collections import namedtuple
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,12 +14,12 @@ import pytest
 from node.clock import run_virtual
 from node.weights.merge.scratch import MergeScratch
 from protocol.delta import encode, weights_digest
-from protocol.errors import OurFault
 from protocol.links import decode_link
+from protocol.messages import SignedLink, WeightsLink
 from tests.node.weights.lineage import Weights
 from tests.node.weights.merging import (
     EVERY,
-    RULE,
+    SETTINGS,
     SETTLE_S,
     SHAPES,
     Swarm,
@@ -66,7 +65,6 @@ def test_all_make_the_same_bytes_whoever_they_hear_first(tmp_path, late_s, conne
                     other.peer_id: age for other, age in zip(swarm.all, (8, 3, 0), strict=True)
                 }
                 assert not merge.dropped
-                assert merge.contributions == swarm.all[0].merger._sets.set.digest()
                 assert not each.failures
                 assert not each.notices
                 assert each.merger.status.contributions == 3
@@ -149,15 +147,13 @@ def test_rounds_follow_a_clock_that_is_set(tmp_path):
     async def main() -> None:
         async with Swarm(tmp_path, 1) as swarm:
             (alone,) = swarm.all
-            window, ahead = alone.merger._window, 0.0
-            alone.merger._window = lambda: window() + ahead
             await swarm.until_round(0.5)
-            ahead = 0.9 * EVERY  # into the middle of a round: the next one is waited for
+            alone.ahead_windows = 0.9 * EVERY  # into the middle of a round: the next one is waited for
             await swarm.until_round(1.05)
             assert alone.merger.status.rounds == 0
             await swarm.until_round(1.5)
             assert alone.merger.status.rounds == 1
-            ahead = -100.0 * EVERY  # noticed within a minute, after that of the third round
+            alone.ahead_windows = -100.0 * EVERY  # noticed within a minute, after that of the third round
             await swarm.until_round(4.5)
             assert alone.merger.status.rounds == 3
 
@@ -181,7 +177,8 @@ def test_alone_there_is_nothing_to_merge(tmp_path):
             await swarm.until_round(3.9)
             (alone,) = swarm.all
             assert alone.merges == []
-            assert alone.merger.status.why == "contributions: 1, needed: 2"
+            assert alone.merger.status.why == "no other trainer of the base model is connected"
+            assert alone.contributed == []
             assert alone.merger.status.rounds == 3
             assert not alone.notices
 
@@ -213,7 +210,7 @@ def test_authors_that_are_not_admitted_do_not_count_here_and_do_elsewhere(tmp_pa
     async def main() -> None:
         async with Swarm(tmp_path, 4) as swarm:
             picky, other = swarm.all[0], swarm.all[3]
-            picky.refused = {other.peer_id}
+            picky.peers.distrusted = {other.peer_id}
             await swarm.until_round(1.9)
             assert [len(each.merges[0].used) for each in swarm.all] == [3, 4, 4, 4]
             assert other.peer_id not in {each.author for each in picky.merges[0].used}
@@ -228,31 +225,31 @@ def test_trust_that_is_lost_counts_though_the_contribution_was_let_in(tmp_path):
         async with Swarm(tmp_path) as swarm:
             await swarm.until_round(1.9)
             picky = swarm.all[0]
-            picky.refused = {swarm.all[2].peer_id}
+            picky.peers.distrusted = {swarm.all[2].peer_id}
             await swarm.until_round(2.9)
             assert [len(each.merges[1].used) for each in swarm.all] == [2, 3, 3]
 
     run_virtual(main())
 
 
-def test_sets_that_stay_different_are_sent_once_a_round(tmp_path):
+def test_sets_that_stay_different_are_sent_once_a_round(tmp_path, monkeypatch):
     async def main() -> None:
         async with Swarm(tmp_path) as swarm:
             picky = swarm.all[0]
-            picky.refused = {swarm.all[2].peer_id}
+            picky.peers.distrusted = {swarm.all[2].peer_id}
             await swarm.until_round(1.9)
-            taken, take = 0, picky.merger._sets._take_link
+            heard = []
 
-            def counted(link) -> None:
-                nonlocal taken
-                taken += 1
-                take(link)
+            def counted(signed: SignedLink) -> WeightsLink:
+                heard.append(signed)
+                return decode_link(signed)
 
-            picky.merger._sets._take_link = counted
+            monkeypatch.setattr("node.weights.merge.exchange.decode_link", counted)
             for each in swarm.all:
                 each.own = None
             await swarm.until_round(2.9)
-            assert taken == 3 + 3  # three links from each partner, though it asks each five times
+            # three links from each partner, and two from it to each of them, though all ask five times
+            assert len(heard) == 2 * 3 + 2 * 2
 
     run_virtual(main())
 
@@ -265,23 +262,6 @@ def test_a_contribution_that_takes_too_long_is_told_and_the_others_are_merged(tm
             await swarm.until_round(1.9)
             assert [len(each.merges) for each in swarm.all] == [1, 1, 1]
             assert slow.notices == ["this node's contribution to the merge did not finish within 30 s"]
-
-    run_virtual(main())
-
-
-@pytest.mark.parametrize("error", [OurFault("no space"), OSError(28, "No space left on device")])
-def test_a_contribution_that_cannot_be_made_is_told(tmp_path, error):
-    async def main() -> None:
-        async with Swarm(tmp_path) as swarm:
-
-            async def fails() -> None:
-                raise error
-
-            swarm.all[2].merger._contribute = fails
-            await swarm.until_round(1.9)
-            assert [len(each.merges) for each in swarm.all] == [1, 1, 1]
-            (told,) = swarm.all[2].notices
-            assert told.startswith("this node contributes nothing to the merge: ")
 
     run_virtual(main())
 
@@ -300,7 +280,7 @@ def test_what_it_waits_for_is_shown(tmp_path):
             await asyncio.sleep(SETTLE_S + 1)
             assert first.gauge.status().waiting_for == "contributions"
             await swarm.until_round(1.9)
-            assert first.gauge.status().waiting_for == "a version"
+            assert first.gauge.status().waiting_for == "the next round"
 
     run_virtual(main())
 
@@ -311,8 +291,8 @@ def test_what_it_waits_for_is_shown(tmp_path):
 @pytest.mark.slow
 def test_partners_with_another_rule_are_not_merged_with(tmp_path):
     async def main() -> None:
-        rules = {3: replace(RULE, max_age_windows=7), 4: replace(RULE, max_age_windows=7)}
-        async with Swarm(tmp_path, 5, rules=rules) as swarm:
+        other = SETTINGS.model_copy(update={"max_age_windows": 7})
+        async with Swarm(tmp_path, 5, settings={3: other, 4: other}) as swarm:
             await swarm.until_round(3.9)
             others = {each.peer_id for each in swarm.all[3:]}
             for each in swarm.all[:3]:
@@ -342,7 +322,7 @@ def test_a_blob_that_does_not_come_stops_this_merge_and_not_the_next(tmp_path):
                 broken.store.get(decode_link(link).blob.root).remove()
                 return link
 
-            broken.merger._contribute = contribute
+            broken.contribute = contribute
             await swarm.until_round(2.9)
             for each in honest:
                 assert len(each.merges) == 1
@@ -354,7 +334,7 @@ def test_a_blob_that_does_not_come_stops_this_merge_and_not_the_next(tmp_path):
                 assert {used.author for used in each.merges[1].used} == {other.peer_id for other in honest}
                 assert len(each.notices) == 1
             assert len({digests(each)[1] for each in honest}) == 1
-            broken.merger._contribute = sign  # it serves what it contributes again
+            broken.contribute = sign  # it serves what it contributes again
             await swarm.until_round(4.9)
             assert [len(each.merges[-1].used) for each in honest] == [4, 4, 4]
             assert len({digests(each)[-1] for each in honest}) == 1
@@ -387,7 +367,7 @@ def test_who_may_have_a_blob(tmp_path):
         async with Swarm(tmp_path) as swarm:
             await swarm.until_round(1.9)
             first, second, third = swarm.all
-            visible = first.merger._sets.set.visible()
+            visible = first.merger.exchange.set.visible()
             (root,) = {each.link.blob.root for each in visible if each.author == second.peer_id}
             assert first.merger.providers(root) == (second.peer_id, third.peer_id)
             assert first.merger.providers("f" * 64) == ()
@@ -399,7 +379,7 @@ def test_old_contributions_are_not_even_fetched(tmp_path):
     async def main() -> None:
         async with Swarm(tmp_path) as swarm:
             old = swarm.all[2]
-            old.date_ms = swarm.date(EVERY - RULE.max_age_windows - 5)
+            old.date_ms = swarm.date(EVERY - SETTINGS.max_age_windows - 5)
             sign = old.contribute
 
             async def contribute():
@@ -407,7 +387,7 @@ def test_old_contributions_are_not_even_fetched(tmp_path):
                 old.store.get(decode_link(link).blob.root).remove()
                 return link
 
-            old.merger._contribute = contribute
+            old.contribute = contribute
             await swarm.until_round(1.9)
             assert [len(each.merges[0].used) for each in swarm.all] == [2, 2, 2]
 
@@ -418,8 +398,8 @@ def test_the_date_of_a_bad_contribution_makes_no_other_too_old(tmp_path):
     """By its date, a window ahead, the two honest ones are too old; but its blob lies."""
 
     async def main() -> None:
-        rules = dict.fromkeys(range(4), replace(RULE, max_age_windows=4))
-        async with Swarm(tmp_path, 4, rules=rules) as swarm:
+        settings = SETTINGS.model_copy(update={"max_age_windows": 4})
+        async with Swarm(tmp_path, 4, settings=dict.fromkeys(range(4), settings)) as swarm:
             liar = swarm.all[3]
             for each in swarm.all[:3]:
                 each.date_ms = swarm.date(EVERY - 4)
@@ -428,7 +408,7 @@ def test_the_date_of_a_bad_contribution_makes_no_other_too_old(tmp_path):
             async def contribute():
                 return liar.signed(encode(liar.base, liar.own, base_digest=liar.base_digest), "e" * 64)
 
-            liar.merger._contribute = contribute
+            liar.contribute = contribute
             await swarm.until_round(1.9)
             for each in swarm.all[:3]:
                 assert len(each.merges[0].used) == 3
@@ -448,8 +428,7 @@ def test_who_withdraws_is_left_out_by_all_who_hear_of_it(tmp_path):
             first, middle, gone = swarm.all
             first.members, gone.members = [middle.peer_id], [middle.peer_id]  # passed on
             await swarm.until_round(1.9)
-            gone.merger.withdraw()
-            assert gone.merger.status.contributions == 2
+            gone.not_sharing = "as told"
             await swarm.until_round(2.9)
             for each in swarm.all:
                 assert {used.author for used in each.merges[1].used} == {first.peer_id, middle.peer_id}
@@ -466,10 +445,10 @@ def test_what_an_earlier_run_contributed_is_withdrawn_once_it_is_heard_of(tmp_pa
     async def main() -> None:
         async with Swarm(tmp_path, idle=(2,)) as swarm:
             first, second, again = swarm.all
-            first.merger._sets.contribute(await first.contribute())
+            first.merger.exchange.contribute(await first.contribute())
             earlier = await again.contribute()
-            first.merger._sets.set.add(earlier)
-            again.merger.withdraw()
+            first.merger.exchange.set.add(earlier)
+            again.not_sharing = "as told"
             again.begin()
             await swarm.until_round(1.9)
             for each in (first, second, again):
@@ -528,9 +507,8 @@ def test_a_disk_that_is_full_in_the_middle_makes_no_merge_and_the_next_round_doe
 
 def test_a_store_that_is_too_small_for_a_blob_blames_nobody(tmp_path):
     async def main() -> None:
-        async with Swarm(tmp_path, keep_bytes=100_000) as swarm:
+        async with Swarm(tmp_path, keep={0: 1000}) as swarm:
             small = swarm.all[0]
-            small.store._max_bytes = 1000
             small.own = None
             await swarm.until_round(1.9)
             assert not small.merges
@@ -563,7 +541,7 @@ def test_memory_holds_one_contribution_at_a_time(tmp_path):
         async with Swarm(tmp_path / f"{count}", count, shapes=shapes, idle=range(1, count)) as swarm:
             first = swarm.all[0]
             for each in swarm.all[1:]:
-                each.merger._sets.contribute(await each.contribute())
+                each.merger.exchange.contribute(await each.contribute())
             await swarm.until_round(1)
             await asyncio.sleep(SETTLE_S - 1)
             tracemalloc.start()

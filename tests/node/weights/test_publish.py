@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
 import torch
 
 from node.clock import VirtualClock, run_virtual
-from node.compute import InlineCompute
+from node.events import VersionPublished
 from node.transport.memory import MemoryNetwork
 from node.weights.chain.apply import apply_link
-from node.weights.chain.bf16 import to_bits
+from node.weights.chain.base import BaseWeights
+from node.weights.chain.bf16 import U16, to_bits
 from node.weights.chain.chain import Chain
+from node.weights.publish import Publisher
 from protocol.delta import weights_digest
 from protocol.errors import LocalProtocolError, OurFault
 from protocol.links import open_link
@@ -43,11 +46,17 @@ def links_of(owner: Member) -> list[WeightsLink]:
     return [open_link(signed, SWARM) for signed in chain_of(owner).links()]
 
 
+async def opened(publisher: Publisher) -> tuple[int, Mapping[str, U16] | None]:
+    """The version and the weights that an earlier run left."""
+    bits = await publisher.open()
+    return publisher.published, bits
+
+
 def test_versions_are_deltas_and_every_few_also_anchors(tmp_path):
     async def main() -> None:
         owner, weights = owner_in(tmp_path), Weights(SHAPES)
         publisher = owner.publisher(weights.base, anchor_every=3)
-        assert publisher.restore() is None
+        assert await publisher.open() is None
         results = {}
         for version in range(8):
             state = weights.step()
@@ -69,13 +78,13 @@ def test_versions_are_deltas_and_every_few_also_anchors(tmp_path):
 def test_publications_at_the_same_time_take_turns(tmp_path):
     async def main() -> None:
         owner, weights = owner_in(tmp_path), Weights(SHAPES)
-        owner.compute = InlineCompute({"broadcast": 1.0, "disk": 1.0})
+        owner.costs(broadcast=1.0, disk=1.0)
         publisher = owner.publisher(weights.base, anchor_every=100)
         outcome = await asyncio.gather(
             publisher.publish(0, weights.step()),
             publisher.publish(2, weights.step()),
             publisher.publish(1, weights.step()),
-            publisher.contribute(),
+            publisher.anchored(),
             return_exceptions=True,
         )
         assert names([outcome[0], outcome[1]]) == ["a0", "d2"]
@@ -94,17 +103,17 @@ def test_a_version_may_be_an_anchor_only(tmp_path):
             await publisher.publish(version, weights.step())
         weights.state = Weights(SHAPES, seed=1).state
         link = await publisher.publish(3, weights.state, anchor=True)
-        assert (link.kind, link.base) == (LinkKind.ANCHOR, publisher.base_digest)
+        assert (link.kind, link.base) == (LinkKind.ANCHOR, weights_digest(weights.base))
         assert link.result == weights_digest(to_bits(weights.state))
         # killed right after it
         again = owner_in(tmp_path)
         publisher = again.publisher(weights.base, anchor_every=100)
-        version, bits = publisher.restore()
+        version, bits = await opened(publisher)
         assert (version, weights_digest(bits)) == (3, link.result)
         link = await publisher.publish(5, weights.step())
         assert (link.kind, link.base_version) == (LinkKind.DELTA, 3)
         assert names(links_of(again)) == ["a0", "d1", "d2", "a3", "d5"]
-        assert owner_in(tmp_path).publisher(weights.base).restore()[0] == 5
+        assert (await opened(owner_in(tmp_path).publisher(weights.base)))[0] == 5
 
     run_virtual(main())
 
@@ -116,10 +125,10 @@ def test_a_contribution_is_the_anchor_of_the_newest_version(tmp_path):
     async def main() -> None:
         owner, weights = owner_in(tmp_path), Weights(SHAPES)
         publisher = owner.publisher(weights.base, anchor_every=3)
-        assert await publisher.contribute() is None
+        assert await publisher.anchored() is None
         for version in range(3):
             await publisher.publish(version, weights.step())
-        signed = await publisher.contribute()
+        signed = await publisher.anchored()
         link = open_link(signed, SWARM)
         assert (link.kind, link.policy_version, link.result) == (
             LinkKind.ANCHOR,
@@ -130,11 +139,11 @@ def test_a_contribution_is_the_anchor_of_the_newest_version(tmp_path):
         assert stored.complete
         assert weights_digest(apply_link(link, stored.data(), None, weights.base)) == link.result
         assert names(links_of(owner)) == ["a0", "d1", "d2", "a2"]
-        assert await publisher.contribute() == signed  # made once
+        assert await publisher.anchored() == signed  # made once
         for version in range(3, 6):
             await publisher.publish(version, weights.step())
         assert names(links_of(owner)) == ["a2", "d3", "d4", "d5", "a5"]  # three after the contribution
-        assert names([await publisher.contribute()]) == ["a5"]
+        assert names([await publisher.anchored()]) == ["a5"]
         assert names(links_of(owner)) == ["a2", "d3", "d4", "d5", "a5"]
 
     run_virtual(main())
@@ -150,15 +159,15 @@ def test_no_contribution_without_the_weights_of_the_head_or_room_for_it(tmp_path
         with monkeypatch.context() as patched:
             patched.setattr(owner.store, "add", no_room)
             with pytest.raises(OurFault, match="no room"):
-                await publisher.contribute()
+                await publisher.anchored()
         assert names(links_of(owner)) == ["a0", "d1"]
-        for path in (tmp_path / "0" / "weights").glob(f"{link.blob.root}.*"):
+        for path in (tmp_path / "0" / "state" / "weights").glob(f"{link.blob.root}.*"):
             path.unlink()
         publisher = owner_in(tmp_path).publisher(weights.base)
-        assert publisher.restore() is None
-        assert await publisher.contribute() is None
+        assert await publisher.open() is None
+        assert await publisher.anchored() is None
         await publisher.publish(2, weights.step())
-        assert names([await publisher.contribute()]) == ["a2"]
+        assert names([await publisher.anchored()]) == ["a2"]
 
     run_virtual(main())
 
@@ -178,7 +187,6 @@ def test_what_must_not_be_published(tmp_path):
             (good | {"a": torch.full((40, 30), 3.4e38)}, "not all finite"),
             (good | {"a": torch.zeros(30, 40)}, "different names or shapes"),
             ({"a": good["a"]}, "different names or shapes"),
-            (good | {"ids": torch.arange(3)}, "only floating-point weights travel"),
         ):
             with pytest.raises(LocalProtocolError, match=text):
                 await publisher.publish(6, bad)
@@ -198,7 +206,7 @@ def test_adapters_travel_like_weights(tmp_path):
         publisher = owner.publisher(base)
         for version in range(3):
             await publisher.publish(version, weights.step())
-        version, bits = owner_in(tmp_path).publisher(base).restore()
+        version, bits = await opened(owner_in(tmp_path).publisher(base))
         assert version == 2
         assert weights_digest(bits) == weights_digest(to_bits(weights.state))
 
@@ -279,7 +287,7 @@ def test_restored_weights_are_the_heads(tmp_path):
             await publisher.publish(version, weights.step())
         owner = owner_in(tmp_path)
         publisher = owner.publisher(weights.base, anchor_every=4)
-        version, bits = publisher.restore()
+        version, bits = await opened(publisher)
         assert version == 6
         assert weights_digest(bits) == weights_digest(to_bits(weights.state))
         link = await publisher.publish(7, weights.step())
@@ -294,11 +302,11 @@ def test_a_head_that_cannot_be_rebuilt_is_never_signed_again(tmp_path):
         publisher = owner_in(tmp_path).publisher(weights.base, anchor_every=4)
         for version in range(7):
             link = await publisher.publish(version, weights.step())
-        for path in (tmp_path / "0" / "weights").glob(f"{link.blob.root}.*"):
+        for path in (tmp_path / "0" / "state" / "weights").glob(f"{link.blob.root}.*"):
             path.unlink()
         owner = owner_in(tmp_path)
         publisher = owner.publisher(weights.base, anchor_every=4)
-        assert publisher.restore() is None
+        assert await publisher.open() is None
         assert "version 6, the last one published, cannot be rebuilt" in owner.notices[0]
         with pytest.raises(LocalProtocolError, match="after version 6"):
             await publisher.publish(6, weights.step())
@@ -349,7 +357,7 @@ def test_a_kill_at_any_point_costs_the_version_in_work_at_most(tmp_path, monkeyp
         nonlocal announced
         weights = Weights(SHAPES)
         publisher = owner_in(home).publisher(weights.base, anchor_every=2)
-        publisher.restore()
+        await publisher.open()
         for name in ("pwrite", "fsync", "rename", "replace", "ftruncate"):
             monkeypatch.setattr(os, name, spied(name))
         for version in range(4):
@@ -365,16 +373,14 @@ def test_a_kill_at_any_point_costs_the_version_in_work_at_most(tmp_path, monkeyp
         owner = owner_in(folder)
         weights = Weights(SHAPES, seed=0)
         publisher = owner.publisher(weights.base, anchor_every=2)
-        restored = publisher.restore()
-        version = -1
-        if restored is not None:
-            version, bits = restored
+        version, bits = await opened(publisher)
+        if bits is not None:
             assert weights_digest(bits) == states[version]
         assert version >= least - 1
         weights.state = {name: tensor + 1 for name, tensor in weights.state.items()}
         await publisher.publish(version + 1, weights.step())
         assert chain_of(owner).head.policy_version == version + 1
-        assert owner_in(folder).publisher(weights.base).restore()[0] == version + 1
+        assert (await opened(owner_in(folder).publisher(weights.base)))[0] == version + 1
         assert not owner.notices
 
     run_virtual(publish())
@@ -389,20 +395,178 @@ def test_what_is_cancelled_at_any_turn_leaves_one_chain(tmp_path, contributes):
     async def main(turns: int) -> None:
         folder = tmp_path / f"{turns}"
         owner, weights = owner_in(folder), Weights(SHAPES)
-        owner.compute = InlineCompute({"broadcast": 0.1, "disk": 0.1})
+        owner.costs(broadcast=0.1, disk=0.1)
         publisher = owner.publisher(weights.base, anchor_every=2)
         for version in range(2):
             await publisher.publish(version, weights.step())
-        work = publisher.contribute() if contributes else publisher.publish(2, weights.step())
+        work = publisher.anchored() if contributes else publisher.publish(2, weights.step())
         publishing = asyncio.create_task(work)
         await asyncio.sleep(0.05 + 0.1 * turns)
         publishing.cancel()
         await asyncio.gather(publishing, return_exceptions=True)
         await publisher.publish(3, weights.step())
-        assert owner_in(folder).publisher(weights.base).restore()[0] == 3
+        assert (await opened(owner_in(folder).publisher(weights.base)))[0] == 3
         versions = [link.policy_version for link in links_of(owner)]
         assert versions == sorted(versions)
         assert not chain_of(owner).evidence
 
     for turns in range(8):
         run_virtual(main(turns))
+
+
+# --- what is offered ---
+
+
+def published(owner: Member) -> list[tuple[int, str]]:
+    """Versions and kinds, in order."""
+    return [
+        (event.policy_version, event.kind) for event in owner.events if isinstance(event, VersionPublished)
+    ]
+
+
+async def asked_for(owner: Member, asker: Member) -> None:
+    """As a follower that connects."""
+    await owner.transport.start()
+    await asker.transport.start()
+    await asker.chains.ask(owner.peer_id, owner.lineage, None, 0.0)
+
+
+def test_nothing_is_made_until_somebody_asks_and_then_the_newest(tmp_path):
+    async def main() -> None:
+        network = MemoryNetwork(clock=VirtualClock())
+        owner, asker = (Member(network, number, tmp_path) for number in range(2))
+        weights, loaded = Weights(SHAPES), []
+
+        def load() -> Mapping[str, U16]:
+            loaded.append(1)
+            return weights.base
+
+        publisher = Publisher(
+            owner.runtime,
+            owner.membership,
+            owner.lineage,
+            owner.source,
+            BaseWeights(owner.runtime, load),
+            owner.sharing,
+        )
+        await publisher.resume(None, tmp_path / "mark")
+        running = asyncio.create_task(publisher.run())
+        for version in range(1, 4):
+            owner.source.state, owner.source.policy_version = weights.step(), version
+            publisher.offer(version, owner.source.state)
+            await asyncio.sleep(1.0)
+        assert (published(owner), publisher.published, loaded) == ([], -1, [])
+        assert not (tmp_path / "mark").exists()
+        await asked_for(owner, asker)
+        await asyncio.sleep(1.0)
+        assert published(owner) == [(3, "anchor")]
+        assert chain_of(owner).head.result == weights_digest(to_bits(owner.source.state))
+        assert (tmp_path / "mark").exists()
+        for version in range(4, 6):  # somebody asks: each one
+            publisher.offer(version, weights.step())
+            await asyncio.sleep(1.0)
+        assert published(owner)[1:] == [(4, "delta"), (5, "delta")]
+        await asyncio.sleep(60.0)  # nobody has asked for long
+        publisher.offer(6, weights.step())
+        await asyncio.sleep(1.0)
+        assert publisher.published == 5
+        running.cancel()
+
+    run_virtual(main())
+
+
+def test_weights_that_a_step_has_changed_since_wait_for_the_next_offer(tmp_path):
+    async def main() -> None:
+        network = MemoryNetwork(clock=VirtualClock())
+        owner, asker = (Member(network, number, tmp_path) for number in range(2))
+        weights = Weights(SHAPES)
+        publisher = owner.publisher(weights.base)
+        running = asyncio.create_task(publisher.run())
+        publisher.offer(1, weights.step())
+        owner.source.policy_version = 2  # not proven yet
+        await asked_for(owner, asker)
+        await asyncio.sleep(1.0)
+        assert published(owner) == []
+        publisher.offer(2, weights.step())
+        await asyncio.sleep(1.0)
+        assert published(owner) == [(2, "anchor")]
+        running.cancel()
+
+    run_virtual(main())
+
+
+def test_the_newest_of_what_waits_is_published_as_it_was_offered(tmp_path):
+    async def main() -> None:
+        network = MemoryNetwork(clock=VirtualClock())
+        owner, asker = (Member(network, number, tmp_path) for number in range(2))
+        weights = Weights(SHAPES)
+        publisher = owner.publisher(weights.base, anchor_every=100)
+        await asked_for(owner, asker)
+        running = asyncio.create_task(publisher.run())
+        for offers in (
+            [(0, False)],
+            [(1, False), (2, False)],
+            [(3, False), (4, True)],
+            [(5, True), (6, False)],  # a merge that gave way: the delta spans over it
+        ):
+            for version, anchor in offers:
+                publisher.offer(version, weights.step(), anchor=anchor)
+            await asyncio.sleep(1.0)
+            assert publisher.published == version
+        running.cancel()
+        assert published(owner) == [(0, "anchor"), (2, "delta"), (4, "anchor"), (6, "delta")]
+
+    run_virtual(main())
+
+
+def test_a_contribution_is_the_newest_version_and_what_hinders_it_is_told(tmp_path, monkeypatch):
+    async def main() -> None:
+        owner, weights = owner_in(tmp_path), Weights(SHAPES)
+        publisher = owner.publisher(weights.base)
+        assert await publisher.contribute() is None
+        for version in range(2):
+            owner.source.state, owner.source.policy_version = weights.step(), version
+            publisher.offer(version, owner.source.state)
+        link = open_link(await publisher.contribute(), SWARM)
+        assert (link.policy_version, link.kind, link.base) == (
+            1,
+            LinkKind.ANCHOR,
+            weights_digest(weights.base),
+        )
+        assert published(owner) == [(1, "anchor")]  # nobody follows
+        publisher.offer(2, owner.source.state)
+        contributing = asyncio.create_task(publisher.contribute())
+        await asyncio.sleep(1.0)
+        assert not contributing.done()  # the trainer is at another version than the one offered
+        publisher.offer(3, weights.step())
+        assert names([await contributing]) == ["a3"]
+        await publisher.publish(4, weights.step())
+        with monkeypatch.context() as patched:
+            patched.setattr(owner.store, "add", no_room)
+            assert await publisher.contribute() is None
+        assert owner.notices == ["version 4 cannot be contributed to a merge: no room for a blob"]
+        assert names([await publisher.contribute()]) == ["a4"]
+
+    run_virtual(main())
+
+
+def test_with_a_chain_that_must_not_be_gone_on_with_nothing_is_published_or_contributed(
+    tmp_path, monkeypatch
+):
+    async def main() -> None:
+        weights = Weights(SHAPES)
+        await owner_in(tmp_path).publisher(weights.base).publish(0, weights.step())
+        network = MemoryNetwork(clock=VirtualClock())
+        owner, asker = (Member(network, number, tmp_path) for number in range(2))
+        publisher = owner.publisher({"other": weights.base["a"]})
+        await publisher.resume(None, tmp_path / "mark")
+        await asked_for(owner, asker)
+        running = asyncio.create_task(publisher.run())
+        publisher.offer(1, weights.step())
+        await asyncio.sleep(1.0)
+        running.cancel()
+        assert (publisher.published, await publisher.contribute()) == (-1, None)
+        (told,) = owner.notices
+        assert told.endswith("until then nobody can follow this node")
+
+    run_virtual(main())
