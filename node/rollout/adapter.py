@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from protocol.errors import ConfigError, ModelError
 
@@ -66,7 +66,7 @@ def wrap(model: PreTrainedModel, spec: AdapterSpec) -> PeftModel:
         task_type="CAUSAL_LM",
     )
     try:
-        wrapped: PeftModel = get_peft_model(model, config)  # type: ignore[assignment]
+        wrapped: PeftModel = get_peft_model(model, config)
     except ValueError as error:
         raise ModelError(
             f"a {model.config.model_type} model has no layers {', '.join(spec.targets)} for an adapter; set "
@@ -109,8 +109,8 @@ def merged_state(model: PeftModel) -> dict[str, Tensor]:
         weight = parameter.detach()
         path, adapted, leaf = name.rpartition(".base_layer.")
         if adapted and leaf == "weight":
-            delta = policy.get_submodule(path).get_delta_weight("default").detach()
-            weight = (weight.float() + delta).to(weight.dtype)
+            layer: Any = policy.get_submodule(path)
+            weight = (weight.float() + layer.get_delta_weight("default").detach()).to(weight.dtype)
         merged[f"{path}.{leaf}" if adapted else name] = weight.cpu().contiguous()
     return merged
 

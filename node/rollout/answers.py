@@ -54,7 +54,7 @@ class AnswerRule(StrEnum):
             case AnswerRule.TAGS:
                 return f"{text}\nGive the final answer between {_OPEN} and {_CLOSE}."
 
-    def find(self, completion: str) -> str | None:
+    def extract(self, completion: str) -> str | None:
         """The answer in `completion`, None where there is none."""
         match self:
             case AnswerRule.WHOLE:

@@ -126,7 +126,7 @@ def open_environment(name: str, config: Mapping[str, object]) -> Environment:
 
 def _answer_rule(name: str, value: object) -> AnswerRule:
     try:
-        return AnswerRule(value)
+        return AnswerRule(str(value))
     except ValueError:
         known = ", ".join(repr(str(rule)) for rule in AnswerRule)
         raise ConfigError(f"{name}: {ANSWER_KEY} = {value!r} is unknown; it is one of {known}") from None
@@ -160,7 +160,7 @@ class _Told:
 
     def score(self, prompt: Prompt, completion: Completion) -> Score:
         """See `Environment.score`. Without an answer there is no reward, whatever the scorer pays for ""."""
-        answer = self._rule.find(completion.text)
+        answer = self._rule.extract(completion.text)
         if answer is None:
             finished = float(completion.finished)
             return Score(reward=0.0, components=(("score", 0.0), ("exact", 0.0), ("finished", finished)))

@@ -124,7 +124,7 @@ class Policy:
         kind = getattr(torch, dtype, None)
         if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
             raise ModelError(f"dtype {dtype!r} is unknown; use float32, bfloat16 or float16.")
-        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        transformers_logging.disable_progress_bar()
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 self.path,

@@ -18,7 +18,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
@@ -465,12 +465,14 @@ def _sample(
     batch = tokenizer(texts, padding=True, padding_side="left", return_tensors="pt")
     width = batch["input_ids"].shape[1]
     with torch.no_grad():
-        tokens_BT = model.generate(
+        tokens_BT = cast("Any", model).generate(
             **batch, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=MAX_NEW_TOKENS
         )
     rows = [row[width:].tolist() for row in tokens_BT]
     return [
-        Completion(tokenizer.decode(row, skip_special_tokens=True), finished=tokenizer.eos_token_id in row)
+        Completion(
+            str(tokenizer.decode(row, skip_special_tokens=True)), finished=tokenizer.eos_token_id in row
+        )
         for row in rows
     ]
 

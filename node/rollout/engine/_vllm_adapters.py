@@ -82,7 +82,7 @@ class AdapterFolders:
 
 def _expected(spec: AdapterSpec, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the adapter's tensors."""
-    expected = {}
+    expected: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
         module = name.removesuffix(".weight")
         if module != name and module.rsplit(".", 1)[-1] in spec.targets:

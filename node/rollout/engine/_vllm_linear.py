@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import mmap
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -49,7 +50,7 @@ class PackedLinear:
     @staticmethod
     def fits(weight: Tensor) -> bool:
         """Whether weights like this one can be packed here, and an element's place in the result is known."""
-        kinds = {
+        kinds: dict[torch.dtype, Callable[[], bool]] = {
             torch.float32: torch.backends.mkldnn.is_available,
             torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
             torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
@@ -66,7 +67,8 @@ class PackedLinear:
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self._packed is None:
             self._pack()
-        return torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
+        return product
 
     def write(self, positions: Tensor, values: Tensor) -> None:
         """New values for elements at flat positions of the weight. Does nothing before a kept weight is

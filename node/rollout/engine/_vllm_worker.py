@@ -68,12 +68,12 @@ class _Region:
             if plain:
                 self.target.view(-1)[start : start + values.numel()].copy_(values)
             for layer in self.packed:
-                layer.write_run(start + self.target.storage_offset(), values)
+                layer.write_run(start + int(self.target.storage_offset()), values)
             return
         if positions is None:
             positions = torch.arange(start, start + values.numel(), device=values.device)
         if self.whole:
-            places = positions + self.target.storage_offset()
+            places = positions + int(self.target.storage_offset())
         else:
             places, values = self._inside(positions, values)
         if plain:
@@ -87,7 +87,7 @@ class _Region:
         """Of the given positions those that lie in the part, as places in the target's storage."""
         rest = positions - self.offset
         inside = rest >= 0
-        places = torch.full_like(positions, self.target.storage_offset())
+        places = torch.full_like(positions, int(self.target.storage_offset()))
         for size, stride, step in zip(self.target.shape, self.strides, self.target.stride(), strict=True):
             coordinate = torch.div(rest, stride, rounding_mode="floor")
             inside &= coordinate < size
@@ -180,7 +180,9 @@ class PatchTransferEngine(WeightTransferEngine[PatchInit, PatchUpdate]):
                 raise ValueError(f"{name} is loaded as {tuple(source.shape)} into {tuple(target.shape)}")
             whole = source.numel() == probe.numel() and source.is_contiguous() and target.is_contiguous()
             packed = self._packed_copies.get(target.untyped_storage().data_ptr(), ())
-            regions.append(_Region(target.detach(), source.storage_offset(), source.stride(), whole, packed))
+            regions.append(
+                _Region(target.detach(), int(source.storage_offset()), source.stride(), whole, packed)
+            )
         return regions
 
     @functools.cached_property

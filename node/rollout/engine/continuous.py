@@ -18,11 +18,11 @@ vocabulary, T tokens of a rollout.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from operator import itemgetter
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -126,21 +126,20 @@ class _Batch:
 
     def select(self, kept: Tensor) -> _Batch:
         """These rows only, without the columns that only others needed, and without logits."""
-        for layer in self.cache.layers:
-            layer.keys, layer.values = layer.keys[kept], layer.values[kept]
+        _change(self.cache, lambda tensor: tensor[kept])
         chosen = {name: value[kept] for name, value in vars(self).items() if name.endswith("_R")}
         return replace(self, logits_RV=self.logits_RV[:0], **chosen)._trimmed()
 
     def joined(self, other: _Batch) -> _Batch:
         """Both, side by side."""
         width = max(self.width, other.width)
-        both = {
+        both: dict[str, Any] = {
             name: torch.cat([value, getattr(other, name)])
             for name, value in vars(self).items()
             if name.endswith(("_R", "_RV"))
         }
         both["padding_R"] = torch.cat([each.padding_R + (width - each.width) for each in (self, other)])
-        for ours, theirs in zip(self.cache.layers, other.cache.layers, strict=True):
+        for ours, theirs in zip(_layers(self.cache), _layers(other.cache), strict=True):
             ours.keys = torch.cat([_widened(ours.keys, width), _widened(theirs.keys, width)])
             ours.values = torch.cat([_widened(ours.values, width), _widened(theirs.values, width)])
         return replace(
@@ -154,14 +153,23 @@ class _Batch:
     @property
     def width(self) -> int:
         """Columns of the cache."""
-        return int(self.cache.layers[0].keys.shape[-2])
+        return int(_layers(self.cache)[0].keys.shape[-2])
 
     def _trimmed(self) -> _Batch:
         least, most = (int(value) for value in torch.aminmax(self.padding_R))
         if least:
-            for layer in self.cache.layers:
-                layer.keys, layer.values = layer.keys[..., least:, :], layer.values[..., least:, :]
+            _change(self.cache, lambda tensor: tensor[..., least:, :])
         return replace(self, padding_R=self.padding_R - least, padded=most > least)
+
+
+def _layers(cache: DynamicCache) -> list[Any]:
+    """Each with `keys` and `values` [R, heads, L, head size]: a pass has filled them."""
+    return cache.layers
+
+
+def _change(cache: DynamicCache, change: Callable[[Tensor], Tensor]) -> None:
+    for layer in _layers(cache):
+        layer.keys, layer.values = change(layer.keys), change(layer.values)
 
 
 def _widened(tensor: Tensor, width: int) -> Tensor:
@@ -321,8 +329,7 @@ class ContinuousBatch(Generation):
         )
         rows = [(place, slot, done) for place, whole in enumerate(wholes) for slot, done in slots_of[whole]]
         prompts_R, slots_R, lengths_R = torch.tensor(rows, device=self._device).unbind(-1)
-        for layer in cache.layers:
-            layer.keys, layer.values = layer.keys[prompts_R], layer.values[prompts_R]
+        _change(cache, lambda tensor: tensor[prompts_R])
         requests = [self._running[slot][0].request for _, slot, _ in rows]
 
         def per_row(values: Sequence[float]) -> Tensor:

@@ -49,7 +49,6 @@ class TransformersEngine(Engine):
         *,
         device: str | torch.device = "cpu",
         dtype: str = "float32",
-        policy_version: int = 0,
         in_flight: Literal["continue", "recompute", "recycle"] = "continue",
         adapter: AdapterSpec | None = None,
         max_rows: int = 256,
@@ -59,16 +58,17 @@ class TransformersEngine(Engine):
         self.context = policy.max_positions
         self._policy = policy
         self._device = torch.device(device)
-        self._model: torch.nn.Module = policy.load_model(device, dtype)
-        if adapter is not None:
-            self._model = wrap(self._model, adapter)
-        self._model.requires_grad_(False)
-        self._weights: dict[str, Tensor] = (
-            dict(self._model.named_parameters()) if adapter is None else adapter_tensors(self._model)
-        )
+        model = policy.load_model(device, dtype)
+        self._model: torch.nn.Module = model
+        self._weights: dict[str, Tensor] = dict(model.named_parameters())
         """What `update` copies into."""
-        self._known_names = frozenset(self._model.state_dict() if adapter is None else self._weights)
-        self._version = policy_version
+        self._known_names = frozenset(model.state_dict())
+        if adapter is not None:
+            self._model = wrapped = wrap(model, adapter)
+            self._weights = adapter_tensors(wrapped)
+            self._known_names = frozenset(self._weights)
+        self._model.requires_grad_(False)
+        self._version = 0
         self.in_flight = in_flight
         """May be changed before a generation is opened."""
         self._max_rows = max_rows

@@ -81,7 +81,6 @@ class VllmEngine(Engine):
         adapter: AdapterSpec | None = None,
         sleeps: bool = False,
         seed: int = 0,
-        policy_version: int = 0,
         notice: Callable[[NoticeLevel, str], None] | None = None,
     ) -> None:
         require_vllm()
@@ -98,7 +97,7 @@ class VllmEngine(Engine):
         self._sleeps = sleeps
         self._seed = seed
         self._notice = notice or _log_notice
-        self._version = policy_version
+        self._version = 0
         self.context = min(policy.max_positions, settings.max_context)
         shapes = policy.tensor_shapes()
         self._mirror = Mirror(shapes, getattr(torch, settings.dtype))

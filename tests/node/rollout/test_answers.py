@@ -33,7 +33,7 @@ from node.rollout.answers import AnswerRule
     ],
 )
 def test_the_last_number(text: str, number: str | None) -> None:
-    assert AnswerRule.LAST_NUMBER.find(text) == number
+    assert AnswerRule.LAST_NUMBER.extract(text) == number
 
 
 @pytest.mark.parametrize(
@@ -52,11 +52,11 @@ def test_the_last_number(text: str, number: str | None) -> None:
     ],
 )
 def test_the_last_tags(text: str, answer: str | None) -> None:
-    assert AnswerRule.TAGS.find(text) == answer
+    assert AnswerRule.TAGS.extract(text) == answer
 
 
 def test_the_whole_is_the_answer() -> None:
-    assert AnswerRule.WHOLE.find(" <answer>7</answer> ") == " <answer>7</answer> "
+    assert AnswerRule.WHOLE.extract(" <answer>7</answer> ") == " <answer>7</answer> "
     assert AnswerRule.WHOLE.question("2+2=") == "2+2="
 
 
@@ -67,5 +67,5 @@ def test_the_whole_is_the_answer() -> None:
 def test_no_text_takes_long(rule: AnswerRule, piece: str) -> None:
     """A stranger writes the text: 200,000 characters in 10 ms or so, and not in minutes."""
     started_s = time.perf_counter()
-    rule.find(piece * (200_000 // len(piece)))
+    rule.extract(piece * (200_000 // len(piece)))
     assert time.perf_counter() - started_s < 0.5

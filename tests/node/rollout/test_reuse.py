@@ -291,7 +291,9 @@ def test_peers_call_a_group_of_whole_drafts_replayed() -> None:
 
 def test_with_an_engine(tiny_policy_path: Path) -> None:
     """Scored under the weights that sampled them, drafts are kept whole up to the engine's rounding."""
-    engine = TransformersEngine(Policy.open(tiny_policy_path), policy_version=3)
+    policy = Policy.open(tiny_policy_path)
+    engine = TransformersEngine(policy)
+    engine.update(policy.load_model().state_dict(), 3)
     token_ids = (10, 11, 12, 1)
     (scored,) = engine.logprobs([TokenSequence(PROMPT, token_ids)])
     book = ReuseBook(1.0)

@@ -182,7 +182,8 @@ def test_a_wait_ends_after_so_many_tokens_and_nothing_is_sampled_until_the_next(
 
 @pytest.mark.parametrize("in_flight", ["continue", "recompute", "recycle"])
 def test_behind_a_prefix_a_rollout_goes_on_as_if_it_had_never_stopped(policy: Policy, in_flight: str) -> None:
-    engine = TransformersEngine(policy, policy_version=3, in_flight=in_flight)
+    engine = TransformersEngine(policy, in_flight=in_flight)
+    engine.update(policy.load_model().state_dict(), 3)
     request = lengthy(policy, [24], n=4)[0]
     whole = engine.generate([request])[0]
     cuts = (0, 1, 17, 24)
