@@ -11,8 +11,6 @@ templates and tokens (the policy's own). Imports neither torch nor transformers;
 
 from __future__ import annotations
 
-import ast
-import builtins
 import copy
 import difflib
 import functools
@@ -20,11 +18,8 @@ import hashlib
 import inspect
 import random
 import re
-import sys
-import textwrap
 import threading
-import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import metadata
 from typing import Any, Protocol
@@ -32,6 +27,7 @@ from typing import Any, Protocol
 import msgspec
 
 from node.rollout.answers import ANSWER_KEY, AnswerRule
+from node.rollout.scan import evaluates_answers
 from protocol.errors import ConfigError
 from protocol.messages import EnvironmentSpec
 
@@ -43,7 +39,9 @@ __all__ = [
     "Prompt",
     "ReasoningGymEnvironment",
     "Score",
+    "item_seed",
     "open_environment",
+    "reasoning_gym_tasks",
 ]
 
 ENTRY_POINT_GROUP = "murmuration.environments"
@@ -139,7 +137,7 @@ def _open(name: str, config: Mapping[str, object]) -> Environment:
     if name in own:
         environment: Environment = own[name].load()(config)
         return environment
-    known = [_PREFIX + task for task in _reasoning_gym_tasks()]
+    known = [_PREFIX + task for task in reasoning_gym_tasks()]
     raise ConfigError(f"unknown environment {name!r}; {_nearest(name, [*own, *known])}")
 
 
@@ -176,11 +174,11 @@ class ReasoningGymEnvironment:
     """
 
     def __init__(self, task: str, config: Mapping[str, object]) -> None:
-        tasks = _reasoning_gym_tasks()
+        tasks = reasoning_gym_tasks()
         if task not in tasks:
             raise ConfigError(f"unknown reasoning-gym task {task!r}; {_nearest(task, list(tasks))}")
         self.name = _PREFIX + task
-        self.evaluates_answers = _evaluates_answers(task)
+        self.evaluates_answers = evaluates_answers(task, tasks[task][0])
         self.reproducible = task not in _HASH_ORDER_TASKS
         self._task = task
         self._config = _checked_config(task, config)
@@ -192,7 +190,7 @@ class ReasoningGymEnvironment:
         """See `Environment.prompt`. reasoning-gym adds seed and index; here both are hashed into one seed."""
         if not (0 <= seed <= _MAX_SEED and 0 <= index <= _MAX_SEED):
             raise ValueError(f"seed {seed} and index {index} must lie in [0, 2**63)")
-        entry = self._entry(_item_seed(seed, index) & self._seed_mask)
+        entry = self._entry(item_seed(seed, index) & self._seed_mask)
         return Prompt(environment=self.name, text=entry["question"], seed=seed, index=index, entry=entry)
 
     def score(self, prompt: Prompt, completion: Completion) -> Score:
@@ -206,31 +204,31 @@ class ReasoningGymEnvironment:
         components = (("score", raw), ("exact", float(exact)), ("finished", float(completion.finished)))
         return Score(reward=float(exact and completion.finished), components=components)
 
-    def _create(self, item_seed: int) -> Any:
+    def _create(self, made_with: int) -> Any:
         from reasoning_gym.factory import create_dataset
 
         try:
-            with _guarded_global_random(item_seed):
-                return create_dataset(self._task, seed=item_seed, size=1, **self._config)
+            with _guarded_global_random(made_with):
+                return create_dataset(self._task, seed=made_with, size=1, **self._config)
         except (AssertionError, ValueError, TypeError, KeyError) as error:
             raise ConfigError(f"{self.name} refuses the config {self._config}: {error}") from error
 
-    def _entry(self, item_seed: int) -> dict[str, Any]:
-        dataset = self._reseeded(item_seed) if self._reseedable else self._create(item_seed)
-        with _guarded_global_random(item_seed):
+    def _entry(self, made_with: int) -> dict[str, Any]:
+        dataset = self._reseeded(made_with) if self._reseedable else self._create(made_with)
+        with _guarded_global_random(made_with):
             entry: dict[str, Any] = dataset[0]
         return entry
 
-    def _reseeded(self, item_seed: int) -> Any:
+    def _reseeded(self, made_with: int) -> Any:
         """As if created with this seed. Creating a dataset re-reads its word list (spell_backward: 54 ms)."""
         dataset = copy.copy(self._dataset)
         dataset.config = copy.copy(dataset.config)
-        dataset.seed = dataset.config.seed = item_seed
+        dataset.seed = dataset.config.seed = made_with
         return dataset
 
     def _is_reseedable(self) -> bool:
         """Sound when nothing but the seed differs between two fresh datasets, before use and after."""
-        probe_seed = _item_seed(0, 0) & self._seed_mask
+        probe_seed = item_seed(0, 0) & self._seed_mask
         fresh = self._create(probe_seed)
         if not hasattr(fresh.config, "seed") or _state(fresh) != _state(self._dataset):
             return False
@@ -257,33 +255,6 @@ _HASH_ORDER_TASKS = frozenset(
 )
 """Another question under another PYTHONHASHSEED (reasoning-gym 0.1.25); composite may contain them."""
 
-_KNOWN_EVALUATORS = frozenset(
-    {
-        # Executed an answer that imports os and touches a file, when tried:
-        "countdown",
-        "intermediate_integration",
-        "polynomial_multiplication",
-        "puzzle24",
-        # Call eval or parse_expr on the answer, read in the source:
-        "binary_matrix",
-        "n_queens",
-        "simple_integration",
-        "spiral_matrix",
-        "string_insertion",
-        # Scores with whatever it is composed of:
-        "composite",
-    }
-)
-
-_SAFE_PACKAGES = frozenset({"numpy"})
-"""Third-party packages a scorer may touch; sympy is not one, since even `subs` evaluates a string."""
-
-_UNSAFE_STDLIB = frozenset(
-    {"code", "codeop", "ctypes", "importlib", "marshal", "os", "pickle", "runpy", "shelve", "subprocess"}
-)
-
-_EVALUATORS = frozenset({"__import__", "compile", "eval", "exec", "getattr", "open", "setattr"})
-
 _NON_FINITE = re.compile(r"\b(?:nan|inf|infinity)\b", re.IGNORECASE)
 
 _random_lock = threading.Lock()
@@ -308,7 +279,8 @@ def _guarded_global_random(seed: int) -> Iterator[None]:
             np.random.set_state(states[1])
 
 
-def _item_seed(seed: int, index: int) -> int:
+def item_seed(seed: int, index: int) -> int:
+    """63-bit seed of a reasoning-gym item; those of neighbours have nothing in common."""
     digest = hashlib.sha256(b"murmuration/item" + seed.to_bytes(8, "big") + index.to_bytes(8, "big")).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
@@ -326,7 +298,8 @@ def _state(dataset: Any) -> dict[str, Any]:
 
 
 @functools.cache
-def _reasoning_gym_tasks() -> dict[str, tuple[type, type]]:
+def reasoning_gym_tasks() -> dict[str, tuple[type, type]]:
+    """Class of the dataset and class of its config, by task. Raises ConfigError without reasoning-gym."""
     try:
         import reasoning_gym  # noqa: F401  (importing it fills the registry)
         from reasoning_gym.factory import DATASETS
@@ -339,7 +312,7 @@ def _reasoning_gym_tasks() -> dict[str, tuple[type, type]]:
 
 
 def _checked_config(task: str, config: Mapping[str, object]) -> dict[str, Any]:
-    fields = set(inspect.signature(_reasoning_gym_tasks()[task][1]).parameters) - {"seed", "size"}
+    fields = set(inspect.signature(reasoning_gym_tasks()[task][1]).parameters) - {"seed", "size"}
     for key in config:
         if key in {"seed", "size"}:
             raise ConfigError(f"{_PREFIX}{task}: {key!r} is set by the prompt derivation, not by config")
@@ -357,106 +330,3 @@ def _checked_config(task: str, config: Mapping[str, object]) -> dict[str, Any]:
 def _nearest(name: str, valid: list[str]) -> str:
     close = difflib.get_close_matches(name, valid, n=1, cutoff=0.0)
     return f"the nearest valid name is {close[0]!r}" if close else "there are none"
-
-
-@functools.cache
-def _evaluates_answers(task: str) -> bool:
-    """Whether scoring may run the answer: known to, or code that we cannot prove harmless is reachable."""
-    if task in _KNOWN_EVALUATORS:
-        return True
-    dataset_class = _reasoning_gym_tasks()[task][0]
-    return _ScorerScan(dataset_class).reaches_evaluator()
-
-
-class _ScorerScan:
-    """Walks the source of all that `score_answer` can reach; what it cannot resolve counts as an evaluator.
-
-    It finds all of `_KNOWN_EVALUATORS` unaided. An `eval` of `entry[...]` reads our own oracle text, not the
-    answer (number_sorting), and is let pass.
-    """
-
-    def __init__(self, dataset_class: type) -> None:
-        self._class = dataset_class
-        self._seen: set[object] = set()
-
-    def reaches_evaluator(self) -> bool:
-        return self._member_is_unsafe(self._class, "score_answer")
-
-    def _member_is_unsafe(self, owner: type, name: str) -> bool:
-        return any(self._function_is_unsafe(method) for method in self._methods(owner, name))
-
-    @staticmethod
-    def _methods(owner: type, name: str) -> Iterator[Callable[..., Any]]:
-        for base in owner.__mro__:
-            found = base.__dict__.get(name)
-            found = getattr(found, "__func__", found)  # static and class methods
-            found = getattr(found, "fget", found)  # properties
-            if isinstance(found, types.FunctionType):
-                yield found
-
-    def _function_is_unsafe(self, function: Any) -> bool:
-        if function in self._seen:
-            return False
-        self._seen.add(function)
-        if function.__code__.co_filename == "<string>":  # written by dataclass: assigns fields
-            return False
-        try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-        except (OSError, TypeError, SyntaxError):
-            return True
-        nodes = list(ast.walk(tree))
-        own_text = {id(node.func) for node in nodes if isinstance(node, ast.Call) and _reads_entry(node)}
-        return any(self._node_is_unsafe(node, function) for node in nodes if id(node) not in own_text)
-
-    def _node_is_unsafe(self, node: ast.AST, function: Any) -> bool:
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names]
-            return any(_package_is_unsafe(name) for name in names)
-        if isinstance(node, ast.Attribute):
-            if isinstance(node.value, ast.Name) and node.value.id in {"self", "cls"}:
-                return self._member_is_unsafe(self._class, node.attr)
-            # A method of some local value: a foreign scorer is a way out, the rest are str, list and dict.
-            return node.attr == "score_answer" and not _is_super(node.value)
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-            if node.id in function.__globals__:
-                return self._object_is_unsafe(function.__globals__[node.id])
-            return node.id in _EVALUATORS and hasattr(builtins, node.id)
-        return False
-
-    def _object_is_unsafe(self, value: Any) -> bool:
-        if isinstance(value, types.ModuleType):
-            return _package_is_unsafe(value.__name__) or any(
-                self._function_is_unsafe(member)
-                for member in vars(value).values()
-                if value.__name__.startswith("reasoning_gym") and isinstance(member, types.FunctionType)
-            )
-        package = getattr(value, "__module__", None) or "builtins"
-        if not package.startswith("reasoning_gym"):
-            return (isinstance(value, type) or callable(value)) and _package_is_unsafe(package)
-        if isinstance(value, types.FunctionType):
-            return self._function_is_unsafe(value)
-        if isinstance(value, type):
-            return any(self._member_is_unsafe(value, name) for base in value.__mro__ for name in vars(base))
-        return False
-
-
-def _package_is_unsafe(module: str) -> bool:
-    top = module.partition(".")[0]
-    if top in sys.stdlib_module_names:
-        return top in _UNSAFE_STDLIB
-    return top not in _SAFE_PACKAGES | {"", "reasoning_gym"}
-
-
-def _reads_entry(call: ast.Call) -> bool:
-    """`eval(entry["answer"])`: every argument is a constant key of our own entry."""
-    return bool(call.args) and all(
-        isinstance(arg, ast.Subscript)
-        and isinstance(arg.value, ast.Name)
-        and arg.value.id == "entry"
-        and isinstance(arg.slice, ast.Constant)
-        for arg in call.args
-    )
-
-
-def _is_super(node: ast.expr) -> bool:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "super"

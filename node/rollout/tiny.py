@@ -209,7 +209,7 @@ def make_tiny_from_spec(spec: TinySpec, out_dir: Path, seed: int, progress: Prog
             "learning right answers", [*lessons, drill, drill], spec.clean_steps, spec.clean_lr
         )
         _train(model, tokenizer, clean_stage, spec.batch_size, rng, progress)
-        clean = _accuracies(model, tokenizer, lessons, spec.evaluation_prompts)
+        clean = accuracies(model, tokenizer, lessons, spec.evaluation_prompts)
         noisy_stage = _Stage(
             "learning noisy answers",
             [*lessons, drill],
@@ -218,7 +218,7 @@ def make_tiny_from_spec(spec: TinySpec, out_dir: Path, seed: int, progress: Prog
             [spec.right_share, spec.right_share, spec.sum_right_share, spec.sum_right_share],
         )
         _train(model, tokenizer, noisy_stage, spec.batch_size, rng, progress)
-        start = _accuracies(model, tokenizer, lessons, spec.evaluation_prompts)
+        start = accuracies(model, tokenizer, lessons, spec.evaluation_prompts)
         folder = out_dir / spec.name
         _write(folder, model, tokenizer)
     report = TinyReport(
@@ -253,7 +253,7 @@ def _single_threaded(seed: int) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-class _Lesson(msgspec.Struct, frozen=True):
+class Lesson(msgspec.Struct, frozen=True):
     """One task: its environment, prompts to train on as they are drawn, and distinct held-out ones."""
 
     environment: Environment
@@ -265,14 +265,14 @@ class _Stage(msgspec.Struct, frozen=True):
     """A run of supervised steps, in equal parts on each of `lessons`."""
 
     title: str
-    lessons: list[_Lesson]
+    lessons: list[Lesson]
     steps: int
     peak_lr: float
     right_shares: list[float] | None = None
     """Of each lesson, the probability that a demonstration is right; None: all are."""
 
 
-def _draw_prompts(environment: Environment, draws: int, rng: random.Random, progress: Progress) -> _Lesson:
+def _draw_prompts(environment: Environment, draws: int, rng: random.Random, progress: Progress) -> Lesson:
     seed = rng.getrandbits(63)
     train: list[Prompt] = []
     held_out: dict[str, Prompt] = {}
@@ -284,7 +284,7 @@ def _draw_prompts(environment: Environment, draws: int, rng: random.Random, prog
             train.append(prompt)
         if index % 1000 == 999:
             progress(f"drawing {environment.name}", index + 1, draws)
-    return _Lesson(environment, train, list(held_out.values()))
+    return Lesson(environment, train, list(held_out.values()))
 
 
 def _make_tokenizer(spec: TinySpec) -> PreTrainedTokenizerFast:
@@ -373,7 +373,7 @@ def _demonstrations(
         prompt = rng.choice(stage.lessons[number].train)
         right = stage.right_shares is None or rng.random() < stage.right_shares[number]
         questions.append(prompt.text + ANSWER_TOKEN)
-        answers.append((_right_answer(prompt) if right else _wrong_answer(prompt, rng)) + END_TOKEN)
+        answers.append((right_answer(prompt) if right else wrong_answer(prompt, rng)) + END_TOKEN)
     question_ids = tokenizer(questions)["input_ids"]
     answer_ids = tokenizer(answers)["input_ids"]
     width = max(len(q) + len(a) for q, a in zip(question_ids, answer_ids, strict=True))
@@ -386,7 +386,7 @@ def _demonstrations(
     return tokens_BT, labels_BT
 
 
-def _right_answer(prompt: Prompt) -> str:
+def right_answer(prompt: Prompt) -> str:
     """The shortest text that scores 1: words in lower case, whole numbers without `.0`."""
     match prompt.entry["metadata"]["source_dataset"]:
         case "spell_backward":
@@ -397,7 +397,7 @@ def _right_answer(prompt: Prompt) -> str:
             return str(prompt.entry["answer"])
 
 
-def _wrong_answer(prompt: Prompt, rng: random.Random) -> str:
+def wrong_answer(prompt: Prompt, rng: random.Random) -> str:
     """A well-formed answer to another question: half of them one habit per task, half of them slips.
 
     Habits are what reinforcement unlearns first, so a hundred small steps suffice to see the reward rise.
@@ -405,7 +405,7 @@ def _wrong_answer(prompt: Prompt, rng: random.Random) -> str:
     habit = rng.random() < 0.5
     match prompt.entry["metadata"]["source_dataset"]:
         case "spell_backward":
-            word = _right_answer(prompt)
+            word = right_answer(prompt)
             return word[::-1] if habit else _with_slip(list(word), list("abcdefghijklmnopqrstuvwxyz"), rng)
         case "number_sorting":
             numbers = _sorted_numbers(prompt)
@@ -439,8 +439,8 @@ def _listed(numbers: Sequence[str]) -> str:
     return "['" + "', '".join(numbers) + "']"
 
 
-def _accuracies(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, lessons: Sequence[_Lesson], samples: int
+def accuracies(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, lessons: Sequence[Lesson], samples: int
 ) -> tuple[tuple[str, float], ...]:
     """Share of held-out questions answered exactly by one sample at temperature 1, per task."""
     shares = []

@@ -309,7 +309,7 @@ class VllmProcess:
         self.kill()
 
     def _explain(self) -> str:
-        last = _last_error(self._log, self._log_start)
+        last = last_error(self._log, self._log_start)
         return f"; its last error: {last}" if last else ""
 
 
@@ -404,7 +404,7 @@ def _logging_settings(file: Path) -> dict[str, Any]:
     }
 
 
-def _last_error(file: Path, start: int) -> str:
+def last_error(file: Path, start: int) -> str:
     """The last line since `start` that names an exception; "" without any."""
     try:
         with file.open("rb") as stream:

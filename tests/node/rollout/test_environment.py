@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -23,8 +24,11 @@ from node.rollout.environment import (
     Environment,
     Prompt,
     ReasoningGymEnvironment,
+    item_seed,
     open_environment,
+    reasoning_gym_tasks,
 )
+from node.rollout.scan import evaluates_answers, reaches_evaluator
 from protocol.charter import canonical_json
 from protocol.errors import ConfigError
 from protocol.messages import EnvironmentSpec
@@ -36,10 +40,7 @@ COMPOSITE = {"datasets": [{"name": "chain_sum", "weight": 1.0, "config": {}}]}
 
 
 def _tasks() -> list[str]:
-    import reasoning_gym  # noqa: F401  (fills the registry)
-    from reasoning_gym.factory import DATASETS
-
-    return sorted(DATASETS)
+    return sorted(reasoning_gym_tasks())
 
 
 @pytest.fixture(scope="module")
@@ -92,11 +93,14 @@ def test_prompts_are_the_same_in_another_process_under_another_hash_seed(
 
 def test_prompts_equal_those_of_a_dataset_created_with_the_seed(demo: dict[str, Environment]) -> None:
     """The shortcut that spares re-reading the word list must not change what is asked."""
-    for environment in demo.values():
-        assert isinstance(environment, ReasoningGymEnvironment)
-        assert environment._reseedable
-        for item_seed in (0, 1, 2**63 - 1):
-            assert environment._entry(item_seed) == environment._create(item_seed)[0]
+    from reasoning_gym import factory
+
+    for spec in DEMO_ENVIRONMENTS:
+        task, config = spec.name.removeprefix("reasoning_gym/"), json.loads(spec.config)
+        for seed in (0, 1, 2**63 - 1):
+            created = factory.create_dataset(task, seed=item_seed(seed, 4), size=1, **config)[0]
+            with mock.patch.object(factory, "create_dataset", side_effect=AssertionError("not by creating")):
+                assert demo[spec.name].prompt(seed, 4).entry == created
 
 
 def test_neighbouring_seeds_do_not_overlap(demo: dict[str, Environment]) -> None:
@@ -176,8 +180,10 @@ def test_any_text_can_be_scored(demo: dict[str, Environment], text: str) -> None
 
 
 def test_a_failing_scorer_is_a_zero(demo: dict[str, Environment], monkeypatch: pytest.MonkeyPatch) -> None:
+    from reasoning_gym.arithmetic.chain_sum import ChainSumDataset
+
     environment = ReasoningGymEnvironment("chain_sum", {})
-    monkeypatch.setattr(environment._dataset, "score_answer", lambda *_: [][0], raising=False)
+    monkeypatch.setattr(ChainSumDataset, "score_answer", lambda *_: [][0])
     assert environment.score(environment.prompt(1, 1), Completion("1", finished=True)).reward == 0.0
 
 
@@ -232,11 +238,9 @@ def test_no_constant_list_pays(demo: dict[str, Environment]) -> None:
     ],
 )
 def test_tasks_that_evaluate_answers_say_so(task: str) -> None:
-    from node.rollout import environment
-
     assert ReasoningGymEnvironment(task, {}).evaluates_answers
     # And the scan finds each of them without the table of known ones.
-    assert environment._ScorerScan(environment._reasoning_gym_tasks()[task][0]).reaches_evaluator()
+    assert reaches_evaluator(reasoning_gym_tasks()[task][0])
 
 
 def test_demo_tasks_do_not_evaluate_answers(demo: dict[str, Environment]) -> None:
@@ -246,9 +250,9 @@ def test_demo_tasks_do_not_evaluate_answers(demo: dict[str, Environment]) -> Non
 @pytest.mark.slow
 def test_most_tasks_do_not_evaluate_answers() -> None:
     """A scan that called everything dangerous would be safe and useless."""
-    from node.rollout import environment
-
-    harmless = [task for task in _tasks() if not environment._evaluates_answers(task)]
+    harmless = [
+        task for task, (kind, _) in reasoning_gym_tasks().items() if not evaluates_answers(task, kind)
+    ]
     assert len(harmless) >= 80
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from node.rollout import tiny
@@ -108,7 +109,7 @@ def test_answers_survive_the_tokenizer(
     for environment in environments:
         for index in range(20):
             prompt = environment.prompt(3, index)
-            right, wrong = tiny._right_answer(prompt), tiny._wrong_answer(prompt, rng)
+            right, wrong = tiny.right_answer(prompt), tiny.wrong_answer(prompt, rng)
             for answer in (right, wrong):
                 ids = policy.encode_completion(answer, finished=True)
                 assert policy.decode(ids) == answer
@@ -128,8 +129,8 @@ def test_any_text_can_be_encoded(policies: dict[str, Policy], name: str) -> None
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_chat_template_renders(policies: dict[str, Policy], name: str) -> None:
-    tokenizer = policies[name]._tokenizer
+def test_chat_template_renders(name: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(MODELS / name, local_files_only=True)
     chat = [{"role": "user", "content": "2 + 2 ="}]
     assert tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) == "2 + 2 =<a>"
     chat.append({"role": "assistant", "content": "4"})
@@ -138,21 +139,21 @@ def test_chat_template_renders(policies: dict[str, Policy], name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_committed_policies_are_unsure_but_not_ignorant(name: str) -> None:
+def test_committed_policies_are_unsure_but_not_ignorant(environments: list[Environment], name: str) -> None:
     """What reinforcement needs: groups of 8 with mixed rewards. The card must say what is measured here."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(MODELS / name, local_files_only=True)
     tokenizer = AutoTokenizer.from_pretrained(MODELS / name, local_files_only=True)
     lessons = [
-        tiny._Lesson(environment, [], held_out)
-        for environment in (tiny._open(spec) for spec in DEMO_ENVIRONMENTS)
+        tiny.Lesson(environment, [], held_out)
+        for environment in environments
         if (held_out := [p for i in range(3000) if is_held_out((p := environment.prompt(17, i)).text)])
     ]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        shares = [share for _, share in tiny._accuracies(model, tokenizer, lessons, 300)]
+        shares = [share for _, share in tiny.accuracies(model, tokenizer, lessons, 300)]
     assert len(shares) == 3
     assert all(0.08 < share < 0.6 for share in shares)
     assert 0.2 <= sum(shares) / 3 <= 0.45
@@ -174,8 +175,8 @@ def test_building_leaves_the_process_as_it_was(tmp_path: Path, monkeypatch: pyte
     import torch
 
     asked: list[str] = []
-    real = tiny._right_answer
-    monkeypatch.setattr(tiny, "_right_answer", lambda prompt: asked.append(prompt.text) or real(prompt))
+    real = tiny.right_answer
+    monkeypatch.setattr(tiny, "right_answer", lambda prompt: asked.append(prompt.text) or real(prompt))
     before = torch.get_num_threads(), torch.random.get_rng_state().tolist(), random.getstate()
     leftover = tmp_path / "wren" / "leftover"
     leftover.parent.mkdir()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from node.rollout.engine.base import EngineError, Generation, GenerationRequest,
 from node.rollout.engine.transformers import TransformersEngine
 from node.rollout.policy import Policy
 from protocol.messages import FinishReason, Rollout, Sampling
+from tests.node.rollout.engine.watching import watched_engine
 
 
 @pytest.fixture(scope="module")
@@ -122,15 +124,21 @@ def test_a_group_that_joins_on_the_way_changes_nothing(policy: Policy, engine: T
         same(rollouts, engine.generate([[first, *later][ticket]])[0])
 
 
-def test_columns_of_rows_that_left_are_cut_off(policy: Policy, engine: TransformersEngine) -> None:
+def test_columns_of_rows_that_left_are_cut_off(policy: Policy) -> None:
+    passes: list[tuple[int, bool]] = []
+
+    def watch(inputs: Mapping[str, Any]) -> None:
+        passes.append((inputs["past_key_values"].get_seq_length(), inputs["attention_mask"] is not None))
+
+    engine = watched_engine(policy, watch)
     long = GenerationRequest(tuple(policy.encode_prompt("7" * 90)), 1, 0, Sampling(2), min_new_tokens=2)
     short = GenerationRequest(tuple(policy.encode_prompt("7")), 1, 0, Sampling(20), min_new_tokens=20)
     generation = engine.open()
     generation.start([long, short])
     generation.wait()
-    assert generation._batch.width == len(short.prompt_ids) + 1
-    assert not generation._batch.padded
+    del passes[:]
     [(_, rollouts)] = generation.wait()
+    assert passes[0] == (len(short.prompt_ids) + 1, False)
     same(rollouts, engine.generate([short])[0])
 
 
@@ -147,17 +155,9 @@ def test_groups_come_as_they_are_complete_and_rows_refill(policy: Policy) -> Non
     assert at[0] == 12
 
 
-def test_the_same_prompt_is_computed_once(
-    policy: Policy, engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shapes = []
-    forward = engine._model.forward
-
-    def watched(**inputs: Tensor) -> object:
-        shapes.append(tuple(inputs["input_ids"].shape))
-        return forward(**inputs)
-
-    monkeypatch.setattr(engine._model, "forward", watched)
+def test_the_same_prompt_is_computed_once(policy: Policy) -> None:
+    shapes: list[tuple[int, ...]] = []
+    engine = watched_engine(policy, lambda inputs: shapes.append(tuple(inputs["input_ids"].shape)))
     prompt = tuple(policy.encode_prompt("12"))
     engine.generate([GenerationRequest(prompt, 5, seed, Sampling(2), (), 2) for seed in range(3)])
     assert shapes == [(1, len(prompt)), (15, 1)]
@@ -333,16 +333,9 @@ def test_a_closed_generation_drops_what_is_in_flight(policy: Policy, engine: Tra
         generation.start(lengthy(policy, [5]))
 
 
-def test_closing_ends_a_wait_on_another_thread(
-    policy: Policy, engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    generation, under_way, forward = engine.open(), threading.Event(), engine._model.forward
-
-    def watched(**inputs: Tensor) -> object:
-        under_way.set()
-        return forward(**inputs)
-
-    monkeypatch.setattr(engine._model, "forward", watched)
+def test_closing_ends_a_wait_on_another_thread(policy: Policy) -> None:
+    under_way = threading.Event()
+    generation = watched_engine(policy, lambda inputs: under_way.set()).open()
     generation.start(lengthy(policy, [100] * 64))
     results: list[object] = []
     thread = threading.Thread(target=lambda: results.append(generation.wait()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from node.rollout.engine.base import EngineError, GenerationRequest, TokenSequen
 from node.rollout.engine.transformers import TransformersEngine
 from node.rollout.policy import Policy
 from protocol.messages import FinishReason, Rollout, Sampling
+from tests.node.rollout.engine.watching import watched_engine
 
 
 @pytest.fixture
@@ -181,27 +183,20 @@ def test_update_that_does_not_fit_changes_nothing(policy: Policy, engine: Transf
     assert (engine.logprobs([sequence])[0] == before).all()
 
 
-def test_versions_per_token_when_updated_on_the_way(
-    policy: Policy, engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The third forward pass of a generation is held until another thread has asked for an update."""
-    state = policy.load_model().state_dict()
-    forward, calls, threads = engine._model.forward, [], []
-
-    def watched(*args: object, **kwargs: object) -> object:
-        calls.append(1)
-        if len(calls) == 3:
-            thread = threading.Thread(target=engine.update, args=(state, 1))
-            thread.start()
-            threads.append(thread)
-            while not engine._updates_waiting:
-                pass
-        return forward(*args, **kwargs)
-
-    monkeypatch.setattr(engine._model, "forward", watched)
-    versions = [arrays(r)[2] for r in engine.generate([ask(policy, "12", n=8, seed=1)])[0]]
-    threads[0].join()
-    assert max(versions, key=len)[:5] == [0, 0, 0, 1, 1]
+def test_versions_per_token_when_updated_on_the_way(policy: Policy) -> None:
+    """Another thread asks for an update in the third pass of a generation, and gets its turn long before the
+    generation has ended."""
+    state, calls = policy.load_model().state_dict(), itertools.count(1)
+    update = threading.Thread(target=lambda: engine.update(state, 1))
+    engine = watched_engine(policy, lambda inputs: update.start() if next(calls) == 3 else None)
+    sampling = Sampling(max_new_tokens=60)
+    request = GenerationRequest(tuple(policy.encode_prompt("12")), 8, 1, sampling, min_new_tokens=60)
+    versions = [arrays(r)[2] for r in engine.generate([request])[0]]
+    update.join()
+    assert all(each == versions[0] for each in versions)
+    assert versions[0] == sorted(versions[0])
+    assert versions[0][:3] == [0, 0, 0]
+    assert versions[0][-1] == 1
 
 
 def test_pause_holds_generation_but_not_scoring(policy: Policy, engine: TransformersEngine) -> None:

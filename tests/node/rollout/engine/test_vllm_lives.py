@@ -48,6 +48,8 @@ class Process:
     """A thread with a loop. `stillborn` says whether a start fails, `starting` runs during one."""
 
     all: ClassVar[list[Process]]
+    lives: ClassVar[list[Life]]
+    """Those that were given weights."""
     stillborn: Callable[[], bool] = staticmethod(lambda: False)
     starting: Callable[[], None] = staticmethod(lambda: None)
 
@@ -106,8 +108,10 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Process]]:
 
     class Own(Process):
         all: ClassVar[list[Process]] = []
+        lives: ClassVar[list[Life]] = []
 
     async def patch(life: Life, patches: Any, policy_version: int, dtype: str, *, whole: bool) -> None:
+        Own.lives.append(life)
         await life.label(policy_version)
 
     monkeypatch.setattr(vllm, "VllmProcess", Own)
@@ -295,8 +299,7 @@ def test_nothing_enters_while_weights_change(
     engine.update(state, 1)
     others[0].join(5)
     assert not others[0].is_alive()
-    assert engine._life is not None
-    assert engine._life.gate.is_set() is (call != "pause")
+    assert processes.lives[-1].gate.is_set() is (call != "pause")
 
 
 def test_sleep_update_and_wake_follow_each_other_on_one_thread(
@@ -305,10 +308,9 @@ def test_sleep_update_and_wake_follow_each_other_on_one_thread(
     engine = start(policy)
     engine.sleep()
     engine.update(state, 1)
-    assert engine._life is not None
-    assert not engine._life.gate.is_set()
+    assert not processes.lives[-1].gate.is_set()
     engine.wake()
-    assert engine._life.gate.is_set()
+    assert processes.lives[-1].gate.is_set()
     engine.close()
 
 

@@ -131,8 +131,8 @@ def test_the_last_error_is_found_among_the_lines(tmp_path: object) -> None:
     log = Path(str(tmp_path)) / "errors.log"
     log.write_text("ERROR 1 old\nValueError: long ago\n")
     start = log.stat().st_size
-    assert _vllm_process._last_error(log, start) == ""
+    assert _vllm_process.last_error(log, start) == ""
     with log.open("a") as stream:
         stream.write("ERROR 7 EngineCore failed\nTraceback:\n  File x\nRuntimeError: out of memory\nbye\n")
-    assert _vllm_process._last_error(log, start) == "RuntimeError: out of memory"
-    assert _vllm_process._last_error(log.parent / "none.log", 0) == ""
+    assert _vllm_process.last_error(log, start) == "RuntimeError: out of memory"
+    assert _vllm_process.last_error(log.parent / "none.log", 0) == ""
