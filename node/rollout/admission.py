@@ -58,7 +58,7 @@ class Admission:
         self._running += groups
 
     def finished(self, *, accepted: int, dropped: int = 0) -> None:
-        """Of the running groups, `accepted` go to training and `dropped` do not."""
+        """So many of the running groups are complete: `accepted` go to training, `dropped` do not."""
         self._running -= accepted + dropped
         self._complete += accepted
         self._changed.set()

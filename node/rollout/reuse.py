@@ -27,11 +27,11 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from cachetools import LRUCache
 from numpy.typing import NDArray
 
 from node.rollout.engine.base import Engine, GenerationRequest, Prefix, TokenSequence
@@ -43,9 +43,9 @@ __all__ = ["ReuseBook", "accepted_length"]
 
 MAX_PROMPTS = 4096
 MAX_ROLLOUTS = 64
-"""Of one prompt."""
+"""Drafts of one prompt."""
 MAX_TOKENS = 2**24
-"""Of all drafts together, 128 MiB: with long answers fewer prompts are remembered."""
+"""All drafts together, 128 MiB: with long answers fewer prompts are remembered."""
 
 _NOTHING = Prefix((), (), ())
 
@@ -96,12 +96,12 @@ class ReuseBook:
                 f"rollout.reuse_lenience needs rollout.top_p = 1 and it is {top_p:g}; set one of the two so"
             )
         self._lenience = lenience
-        self._max_prompts = max_prompts
         self._max_rollouts = max_rollouts
-        self._max_tokens = max_tokens
-        self._drafts: OrderedDict[int, list[_Draft]] = OrderedDict()
+        least = max_tokens // max_prompts  # what a prompt counts at least bounds their number
+        self._drafts: LRUCache[int, list[_Draft]] = LRUCache(
+            max_tokens, getsizeof=lambda drafts: max(least, _tokens_of(drafts))
+        )
         self._lock = threading.Lock()
-        self._tokens = 0
         self.drafted = 0
         """Tokens of drafts that were tested."""
         self.accepted = 0
@@ -118,11 +118,9 @@ class ReuseBook:
             for arrays in map(parse_tokens, rollouts[: self._max_rollouts])
         ]
         with self._lock:
-            self._forget(prompt_index)
-            self._drafts[prompt_index] = drafts
-            self._tokens += _tokens_of(drafts)
-            while len(self._drafts) > self._max_prompts or self._tokens > self._max_tokens:
-                self._forget(next(iter(self._drafts)))
+            self._drafts.pop(prompt_index, None)
+            if _tokens_of(drafts) <= self._drafts.maxsize:
+                self._drafts[prompt_index] = drafts
 
     def prefixes(self, engine: Engine, prompt_index: int, request: GenerationRequest) -> tuple[Prefix, ...]:
         """What the rollouts of a new group begin with: one prefix each, perhaps an empty one; or none at all
@@ -133,8 +131,6 @@ class ReuseBook:
         """
         with self._lock:
             drafts = self._drafts.get(prompt_index, [])[: request.n]
-            if drafts:
-                self._drafts.move_to_end(prompt_index)
         if not drafts:
             return ()
         version = engine.policy_version
@@ -160,9 +156,6 @@ class ReuseBook:
         if not any(prefix.token_ids for prefix in prefixes):
             return ()
         return (*prefixes, *[_NOTHING] * (request.n - len(prefixes)))
-
-    def _forget(self, prompt_index: int) -> None:
-        self._tokens -= _tokens_of(self._drafts.pop(prompt_index, []))
 
 
 def _tokens_of(drafts: Sequence[_Draft]) -> int:

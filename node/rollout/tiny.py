@@ -269,7 +269,7 @@ class _Stage(msgspec.Struct, frozen=True):
     steps: int
     peak_lr: float
     right_shares: list[float] | None = None
-    """Of each lesson, the probability that a demonstration is right; None: all are."""
+    """Probability, for each lesson, that a demonstration is right; None: all are."""
 
 
 def _draw_prompts(environment: Environment, draws: int, rng: random.Random, progress: Progress) -> Lesson:

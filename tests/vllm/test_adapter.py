@@ -58,8 +58,8 @@ def probe(policy: Policy) -> ParityProbe:
 
 
 def folders(engine: VllmEngine) -> list[str]:
-    assert engine._folders is not None
-    return sorted(path.name for path in engine._folders._root.iterdir())
+    assert engine.folders is not None
+    return sorted(path.name for path in engine.folders.root.iterdir())
 
 
 def test_only_the_adapter_is_sent(
@@ -143,13 +143,13 @@ def test_what_is_no_adapter_changes_nothing(engine: VllmEngine, states: list[Sta
 def test_a_new_process_gets_the_newest_adapter(
     engine: VllmEngine, reference: TransformersEngine, states: list[State], probe: ParityProbe
 ) -> None:
-    assert engine._life is not None
-    successor = Life(engine._life.process, 8, 0)
-    successor.process.run(engine._settle(successor))
-    assert (successor.adapter, successor.version) == (engine._folders.newest, 2)  # type: ignore[union-attr]
+    assert engine.life is not None
+    successor = Life(engine.life.process, 8, 0)
+    successor.process.run(engine.settle(successor))
+    assert (successor.adapter, successor.version) == (engine.folders.newest, 2)  # type: ignore[union-attr]
 
 
 def test_nothing_is_left_of_it(engine: VllmEngine) -> None:
-    assert engine._folders is not None
+    assert engine.folders is not None
     engine.close()
-    assert not engine._folders._root.exists()
+    assert not engine.folders.root.exists()

@@ -206,8 +206,8 @@ def test_a_followers_probe_finds_weights_that_nobody_meant(
 def test_a_patch_for_another_base_is_refused_and_everything_sent(
     engine: VllmEngine, reference: TransformersEngine, policy: Policy, state: State, notices: list[str]
 ) -> None:
-    assert engine._life is not None
-    engine._life.update += 5
+    assert engine.life is not None
+    engine.life.update += 5
     agrees(engine, reference, policy, disturbed(state, 0.05, share=0.01, seed=13), 7)
     assert "sent whole" in notices[-1]
     assert "builds upon" in notices[-1]
@@ -333,13 +333,13 @@ def test_a_process_that_refuses_weights_is_replaced(
     notices: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert engine._life is not None
+    assert engine.life is not None
     before = engine.pids
 
     async def refuse(*patches: object, **options: object) -> None:
         raise ValueError("no place for it")
 
-    monkeypatch.setattr(engine._life, "patch", refuse)
+    monkeypatch.setattr(engine.life, "patch", refuse)
     agrees(engine, reference, policy, disturbed(state, 0.1, share=0.01, seed=33), 602)
     assert not engine.lost
     assert not set(engine.pids) & set(before)

@@ -141,8 +141,8 @@ def test_a_spent_budget_holds_generation(
         assert generation.sampled < before + 200 + SLACK
         held = generation.sampled
         engine.logprobs([TokenSequence(requests[0].prompt_ids, (5,))])
-        assert engine._life is not None
-        assert not engine._life.legs
+        assert engine.life is not None
+        assert not engine.life.legs
         assert generation.sampled == held, "nothing is sampled between the calls"
     versions = check(policy, oracles, requests, drain(generation, done))
     assert {version for one in versions for version in one} == {0}
@@ -261,7 +261,7 @@ def test_closing_ends_a_wait_on_another_thread(
     requests = ask(policy, n=3 * SLOTS)
     generation, under_way = engine.open(), threading.Event()
     assert isinstance(generation, VllmGeneration)
-    launch = generation._launch
+    launch = generation.launch
 
     def watched(life: Life) -> None:
         launch(life)
@@ -273,7 +273,7 @@ def test_closing_ends_a_wait_on_another_thread(
         # The first call is from `start`; the one that is waited for is from `wait`.
         generation.start(requests)
         engine.logprobs([TokenSequence(requests[0].prompt_ids, (5,))])
-        patched.setattr(generation, "_launch", watched)
+        patched.setattr(generation, "launch", watched)
         results: list[object] = []
         thread = threading.Thread(target=lambda: results.append(generation.wait()))
         thread.start()
@@ -287,8 +287,8 @@ def test_closing_ends_a_wait_on_another_thread(
     again = engine.open()
     again.start(ask(policy, n=1))
     check(policy, oracles, ask(policy, n=1), drain(again, {}))  # slots are free
-    assert engine._life is not None
-    assert not engine._life.legs
+    assert engine.life is not None
+    assert not engine.life.legs
 
 
 def test_scoring_goes_on_in_a_pause_and_waits_in_sleep(

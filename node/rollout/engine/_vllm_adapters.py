@@ -39,23 +39,25 @@ class Adapter:
     folder: Path
 
     def request(self) -> LoRARequest:
+        """What vLLM is told with every request that is answered by it."""
         from vllm.lora.request import LoRARequest
 
         return LoRARequest(f"adapter {self.number}", self.number, str(self.folder))
 
     def remove(self) -> None:
+        """Delete its folder."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class AdapterFolders:
-    """Writes versions; removes all that is left when closed."""
+    """Writes versions under `root`; removes all that is left when closed."""
 
     def __init__(self, spec: AdapterSpec, base: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """`base` is the policy's folder, `shapes` those of its tensors."""
         self._spec = spec
         self._base = base
         self._shapes = _expected(spec, shapes)
-        self._root = Path(tempfile.mkdtemp(prefix="murmuration-adapters-"))
+        self.root = Path(tempfile.mkdtemp(prefix="murmuration-adapters-"))
         self._numbers = itertools.count(1)
         self.newest: Adapter | None = None
         """What a new process is to be given."""
@@ -65,7 +67,7 @@ class AdapterFolders:
         an adapter (vLLM ignores what it does not know), OSError."""
         self._check(state)
         number = next(self._numbers)
-        folder = self._root / str(number)
+        folder = self.root / str(number)
         write_adapter(folder, self._spec, state, self._base)
         return Adapter(number, policy_version, folder)
 
@@ -77,7 +79,8 @@ class AdapterFolders:
                 raise ValueError(f"{name} is {tuple(state[name].shape)}, not {shape}")
 
     def close(self) -> None:
-        shutil.rmtree(self._root, ignore_errors=True)
+        """Delete everything."""
+        shutil.rmtree(self.root, ignore_errors=True)
 
 
 def _expected(spec: AdapterSpec, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:

@@ -97,7 +97,7 @@ class VllmGeneration(Generation):
         life = self._living()
         if life is not None:
             with contextlib.suppress(RuntimeError):  # its loop just closed; `wait` finds the successor
-                life.process.loop.call_soon_threadsafe(self._launch, life)
+                life.process.loop.call_soon_threadsafe(self.launch, life)
         return tickets
 
     def _jobs_of(self, request: GenerationRequest) -> Iterator[_Job]:
@@ -149,14 +149,14 @@ class VllmGeneration(Generation):
             await self._holding
         self._news = asyncio.Event()
         self._held = self._goal is not None and self._sampled >= self._goal
-        self._launch(life)
+        self.launch(life)
         while not (self._closed or self._held or self._fault or any(map(_complete, self._groups.values()))):
             self._news.clear()
             await self._news.wait()
         if self._holding is not None and not self._holding.done():
             await self._holding
 
-    def _launch(self, life: Life) -> None:
+    def launch(self, life: Life) -> None:
         """Put every job to work that is not; slots are given in this order."""
         if self._held or self._closed:
             return
@@ -284,7 +284,7 @@ def _complete(jobs: Sequence[_Job]) -> bool:
 
 
 def _versions(leg: Leg, spans: Sequence[Any]) -> list[int]:
-    """Of each token of a leg that vLLM finished. With an adapter a leg has a single one."""
+    """The version of each token of a leg that vLLM finished. With an adapter a leg has a single one."""
     return [
         int(span.version) if leg.adapter is None else leg.version
         for span in spans

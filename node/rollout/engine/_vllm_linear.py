@@ -140,7 +140,7 @@ def _pack(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def _layout(shape: tuple[int, int], dtype: torch.dtype) -> tuple[_Axis, _Axis]:
-    """Of rows and columns; the sum of an element's two places is its place in the packed memory. Raises
+    """Places of rows and of columns: the sum of an element's two is its place in the packed memory. Raises
     ValueError when the layout is not of that kind."""
     rows = _Axis.of(_find(shape, dtype, along=0))
     columns = _Axis.of(_find(shape, dtype, along=1))

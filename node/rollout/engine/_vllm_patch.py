@@ -68,21 +68,21 @@ class Mirror:
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> None:
         self._shapes = dict(shapes)
         self._dtype = dtype
-        self._held: dict[str, Tensor] | None = None
+        self._weights: dict[str, Tensor] | None = None
         self._known = False
 
     @property
     def known(self) -> bool:
-        """The engine has exactly what is held."""
+        """The engine has exactly these weights."""
         return self._known
 
     def forget(self) -> None:
-        """Who knows what the engine has."""
+        """From now on nobody knows what the engine has."""
         self._known = False
 
     def remember(self) -> None:
-        """The engine was given everything that is held."""
-        self._known = self._held is not None
+        """The engine was given all of these weights."""
+        self._known = self._weights is not None
 
     def fit(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """`state` under the names of the checkpoint, flat, at the engine's type, on the CPU. Extra names must
@@ -105,13 +105,13 @@ class Mirror:
         }
 
     def changes(self, fitted: Mapping[str, Tensor]) -> list[TensorPatch]:
-        """What turns the held weights into `fitted`: positions where few differ, runs where many do."""
-        if self._held is None or not self._known:
+        """What turns these weights into `fitted`: positions where few differ, runs where many do."""
+        if self._weights is None or not self._known:
             return self.everything(fitted)
         patches = []
         for name, new in fitted.items():
             bits = _BITS[new.element_size()]
-            changed = (new.view(bits) != self._held[name].view(bits)).nonzero().view(-1)
+            changed = (new.view(bits) != self._weights[name].view(bits)).nonzero().view(-1)
             index_bytes = 4 if new.numel() < 2**31 else 8
             if changed.numel() * (index_bytes + new.element_size()) >= new.nbytes:
                 patches += list(self._runs(name, new))
@@ -120,20 +120,22 @@ class Mirror:
         return patches
 
     def everything(self, fitted: Mapping[str, Tensor]) -> list[TensorPatch]:
+        """All of `fitted`, as runs."""
         return [patch for name, new in fitted.items() for patch in self._runs(name, new)]
 
-    def held(self) -> dict[str, Tensor] | None:
-        """The weights themselves, for an engine that starts anew."""
-        return self._held
+    @property
+    def weights(self) -> dict[str, Tensor] | None:
+        """The weights themselves, by name, for an engine that starts anew; None before the first ones."""
+        return self._weights
 
     def commit(self, fitted: Mapping[str, Tensor], patches: Iterable[TensorPatch]) -> None:
-        """The engine now has `fitted`, which differs from what was held in `patches`."""
+        """The engine now has `fitted`, which differs from the weights so far in `patches`."""
         self._known = True
-        if self._held is None:
-            self._held = {name: tensor.clone() for name, tensor in fitted.items()}
+        if self._weights is None:
+            self._weights = {name: tensor.clone() for name, tensor in fitted.items()}
             return
         for name in {patch.name for patch in patches}:
-            self._held[name].copy_(fitted[name])
+            self._weights[name].copy_(fitted[name])
 
     def _runs(self, name: str, new: Tensor) -> Iterator[TensorPatch]:
         step = max(1, CHUNK_BYTES // new.element_size())

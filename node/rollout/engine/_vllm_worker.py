@@ -84,7 +84,7 @@ class _Region:
             layer.write(places, values)
 
     def _inside(self, positions: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Of the given positions those that lie in the part, as places in the target's storage."""
+        """Those of the given positions that lie in the part, as places in the target's storage."""
         rest = positions - self.offset
         inside = rest >= 0
         places = torch.full_like(positions, int(self.target.storage_offset()))

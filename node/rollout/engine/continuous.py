@@ -103,7 +103,7 @@ class _Batch:
 
     cache: DynamicCache
     oldest_version: int
-    """Of the weights that computed the cache."""
+    """Version of the weights that computed the cache."""
     padding_R: Tensor
     """Columns of the cache before a row's first token."""
     padded: bool
@@ -118,10 +118,10 @@ class _Batch:
     """The token that is fed next; meaningless before the first is sampled."""
     logits_RV: Tensor
     versions_R: Tensor
-    """Of the weights that gave the logits."""
+    """Version of the weights that gave the logits."""
     cuts: bool
     """Some row has a nucleus below 1."""
-    holds: bool
+    has_minimums: bool
     """Some row has a minimum length."""
 
     def select(self, kept: Tensor) -> _Batch:
@@ -146,7 +146,7 @@ class _Batch:
             self,
             oldest_version=min(self.oldest_version, other.oldest_version),
             cuts=self.cuts or other.cuts,
-            holds=self.holds or other.holds,
+            has_minimums=self.has_minimums or other.has_minimums,
             **both,
         )._trimmed()
 
@@ -350,7 +350,7 @@ class ContinuousBatch(Generation):
             logits_RV=logits_PV[prompts_R],
             versions_R=torch.full_like(slots_R, version),
             cuts=any(request.sampling.top_p < 1 for request in requests),
-            holds=any(request.min_new_tokens for request in requests),
+            has_minimums=any(request.min_new_tokens for request in requests),
         )
         self._batch = batch if self._batch is None else self._batch.joined(batch)
 
@@ -391,7 +391,7 @@ class ContinuousBatch(Generation):
         batch = self._batch
         if batch is None:
             return
-        if batch.holds:
+        if batch.has_minimums:
             early_R = batch.lengths_R < batch.minimums_R
             batch.logits_RV[early_R, self._policy.eos_token_id] = -torch.inf
         place = (batch.slots_R, batch.lengths_R)

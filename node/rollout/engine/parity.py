@@ -32,7 +32,7 @@ __all__ = [
 
 PROBE_PROMPTS = 4
 PROBE_TOKENS = 24
-"""Of a node's probe, tokens for each prompt."""
+"""Tokens for each prompt of a node's probe."""
 
 
 class ParityError(EngineError):

@@ -101,8 +101,10 @@ class VllmEngine(Engine):
         self.context = min(policy.max_positions, settings.max_context)
         shapes = policy.tensor_shapes()
         self._mirror = Mirror(shapes, getattr(torch, settings.dtype))
-        self._folders = None if adapter is None else AdapterFolders(adapter, policy.path, shapes)
-        self._life: Life | None = None
+        self.folders = None if adapter is None else AdapterFolders(adapter, policy.path, shapes)
+        """Where adapters are written; None where whole weights are sent."""
+        self.life: Life | None = None
+        """The process that runs; None before the first and between two."""
         self._life_lock = threading.RLock()
         self._exclusive = threading.Lock()
         """Held by whatever stops generation or lets it go on, and by `logprobs`: nothing enters while weights
@@ -135,7 +137,7 @@ class VllmEngine(Engine):
     @property
     def pids(self) -> list[int]:
         """Processes of the running engine, the scheduler's first."""
-        life = self._life
+        life = self.life
         return [] if life is None else life.process.pids
 
     # --- generation and scoring ----------------------------------------------------------------------------
@@ -145,7 +147,7 @@ class VllmEngine(Engine):
             self._policy,
             greedy=greedy,
             attempt=self._attempt,
-            living=lambda: self._life,
+            living=lambda: self.life,
             check=self._check_request,
         )
 
@@ -171,8 +173,8 @@ class VllmEngine(Engine):
 
     def update(self, state: Mapping[str, Tensor], policy_version: int) -> None:
         with self._exclusive:
-            if self._folders is not None:
-                self._adapt(self._folders, state, policy_version)
+            if self.folders is not None:
+                self._adapt(self.folders, state, policy_version)
                 return
             try:
                 fitted = self._mirror.fit(state)
@@ -284,13 +286,13 @@ class VllmEngine(Engine):
     def close(self) -> None:
         self._closing.set()
         self._awake.set()
-        life = self._life
+        life = self.life
         if life is not None:
             life.process.close()
         with self._life_lock:
             pass  # a start under way ends soon, as it hears of this, and closes its process
-        if self._folders is not None:
-            self._folders.close()
+        if self.folders is not None:
+            self.folders.close()
 
     # --- life and death ------------------------------------------------------------------------------------
 
@@ -309,16 +311,16 @@ class VllmEngine(Engine):
             self._raise_if_closed()
             if self.lost:
                 raise EngineError(self._cause)
-            if self._life is not None and self._life.process.dead:
-                self._bury(self._life, self._life.process.obituary())
-            while self._life is None:
+            if self.life is not None and self.life.process.dead:
+                self._bury(self.life, self.life.process.obituary())
+            while self.life is None:
                 deaths = len(self._deaths)
                 if deaths > self._settings.max_restarts:
                     raise self._give_up(f"vLLM ended or did not start {deaths} times; {self._cause}")
                 self._closing.wait(BACKOFF_S[min(deaths, len(BACKOFF_S) - 1)])
                 self._raise_if_closed()
                 try:
-                    self._life = self._born()
+                    self.life = self._born()
                 except (EngineDied, ModelError) as error:
                     if self._lives == 1:
                         raise  # the very first start: nothing to recover
@@ -326,9 +328,9 @@ class VllmEngine(Engine):
                     self._deaths.append(time.monotonic())
                     self._cause = str(error)
             if self._closing.is_set():  # meanwhile; `close` may have seen no process
-                self._life.process.close()
+                self.life.process.close()
             self._raise_if_closed()
-            return self._life
+            return self.life
 
     def _raise_if_closed(self) -> None:
         if self._closing.is_set():
@@ -340,9 +342,9 @@ class VllmEngine(Engine):
 
     def _bury(self, life: Life, cause: str) -> None:
         with self._life_lock:
-            if self._life is not life or self._closing.is_set():
+            if self.life is not life or self._closing.is_set():
                 return
-            self._life = None
+            self.life = None
             now_s = time.monotonic()
             self._deaths = [at_s for at_s in self._deaths if now_s - at_s < DEATHS_COUNT_S] + [now_s]
             self._cause = cause
@@ -362,19 +364,20 @@ class VllmEngine(Engine):
         )
         life = Life(process, settings.max_concurrent, self._version)
         try:
-            process.run(self._settle(life))
+            process.run(self.settle(life))
         except BaseException:
             process.close()
             raise
         return life
 
-    async def _settle(self, life: Life) -> None:
+    async def settle(self, life: Life) -> None:
+        """Give a new process the newest weights, and let rollouts in unless paused. Raises EngineDied."""
         await life.engine.get_supported_tasks()  # once; requests then enter without a wait
-        held = self._mirror.held()
-        adapter = None if self._folders is None else self._folders.newest
+        weights = self._mirror.weights
+        adapter = None if self.folders is None else self.folders.newest
         try:
-            if held is not None:
-                await life.patch(self._mirror.everything(held), self._version, self.dtype, whole=True)
+            if weights is not None:
+                await life.patch(self._mirror.everything(weights), self._version, self.dtype, whole=True)
                 self._mirror.remember()
             elif adapter is not None:
                 await life.adapt(adapter)

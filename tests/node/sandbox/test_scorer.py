@@ -9,12 +9,15 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
 
+import node.sandbox.scorer
 from node.rollout.environment import Completion, open_environment
 from node.sandbox import FailureReason, SandboxLimits, ScoredGroup, ScoreFailure, Scorer
+from node.sandbox.channel import ChannelError
 from node.sandbox.records import ForkResult, ForkStatus, Outcome
 from node.sandbox.scorer import _read_outcome
 from protocol.errors import SandboxError
@@ -126,16 +129,18 @@ def test_a_dead_worker_is_replaced_with_growing_pauses() -> None:
         first = kill_and_ask()
         assert isinstance(first, ScoreFailure)
         assert first.reason is FailureReason.UNAVAILABLE
-        scorer._pause_s = 4.0  # as after several deaths in a row
-        scorer._retry_at_s = now_s + 4.0
-        waiting = scorer.score(SPELL, 0, 0, completions("a"))
-        assert isinstance(waiting, ScoreFailure)
-        assert waiting.reason is FailureReason.UNAVAILABLE
-        assert (scorer.restarts, scorer.worker_pid) == (0, None)
-        now_s += 4.0
+        with mock.patch.object(node.sandbox.scorer, "WorkerChannel", side_effect=ChannelError("no process")):
+            for restarts, pause_s in enumerate((0.5, 1.0, 2.0), start=1):
+                for _ in range(2):  # the second is refused without an attempt
+                    assert isinstance(scorer.score(SPELL, 0, 0, completions("a")), ScoreFailure)
+                    assert (scorer.restarts, scorer.worker_pid) == (restarts, None)
+                now_s += pause_s - 0.1
+                assert isinstance(scorer.score(SPELL, 0, 0, completions("a")), ScoreFailure)
+                assert scorer.restarts == restarts
+                now_s += 0.1
         assert isinstance(scorer.score(SPELL, 0, 0, completions("a")), ScoredGroup)
-        assert scorer.restarts == 1
-        assert scorer.failures_by_reason == {FailureReason.UNAVAILABLE: 2}
+        assert scorer.restarts == 4
+        assert scorer.failures_by_reason == {FailureReason.UNAVAILABLE: 10}
 
 
 @linux_only
@@ -170,8 +175,8 @@ def test_close_does_not_wait_for_an_endless_answer() -> None:
     endless = completions("9**9**9")
     thread = threading.Thread(target=lambda: results.append(scorer.score(COUNTDOWN, 0, 0, endless)))
     thread.start()
-    while not scorer._lock.locked():
-        thread.join(timeout=0.001)
+    while len(worker.children(recursive=True)) < len(processes):
+        thread.join(timeout=0.001)  # until a fork evaluates the answer
     scorer.close()
     thread.join(timeout=5)
     assert psutil.wait_procs(processes, timeout=5)[1] == []

@@ -75,7 +75,7 @@ def test_after_a_failure_everything_is_sent() -> None:
     mirror.commit(fitted, mirror.changes(fitted))
     mirror.forget()
     assert {patch.name for patch in mirror.changes(fitted)} == set(SHAPES)
-    held = mirror.held()
+    held = mirror.weights
     assert held is not None, "a new process gets these"
     assert torch.equal(held["b"], fitted["b"])
 
