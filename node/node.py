@@ -43,49 +43,40 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import msgspec
 
-from node.compute import Lane
 from node.core import NodeCore, Stages
-from node.events import Evaluated, Health, NoticeLevel
+from node.events import Health, NoticeLevel
 from node.membership import Membership
 from node.network import Network
 from node.open.parts import Parts
 from node.open.stores import Stores
-from node.peers.trust import Hardness, Standing
+from node.peers.trust import Hardness
 from node.runtime import Runtime
 from node.share.accepted import Accepted
 from node.share.collect import Collector, Fetched
 from node.share.gossip import Heard
 from node.share.pool import ReplayPool
 from node.supervise import StageGauge, resident_bytes
-from node.train.batch import TrainingBatch
-from node.train.checkpoint import prune, save_checkpoint
-from node.train.evaluate import HeldOut
-from node.train.ewma import Ewma
-from node.train.groups import OWN_SOURCE
-from node.train.objectives import Need
-from node.train.old_policy import OldPolicy
-from node.train.snapshots import Snapshots
-from node.train.stability import RollBack
-from node.train.stage import StagePlan, TrainStage
-from node.train.step import StepReport
-from node.train.supervisor import Supervisor
+from node.train.checkpoints import Checkpoints
+from node.train.evaluate import Evaluator, HeldOut
+from node.train.stage import TrainStage
+from node.train.stepper import open_stepper
 from node.transport.base import Transport
 from node.verify.lineage import OwnLineage
 from node.verify.pipeline import Verifier
 from node.verify.stage import VerifyStage
-from node.weight.answered import AnsweredPrompts
+from node.weight.own import OwnGroups
+from node.weight.stage import WeightStage
 from node.weights.chain.base import BaseWeights, base_bits
 from node.weights.engine_sync import EngineSync, SyncSettings
 from node.weights.merge.adopt import MergeAdoption
 from node.weights.merge.merger import Merger
 from node.weights.publish import Publisher
 from node.weights.sharing import WeightsSharing
-from protocol.messages import Lineage, PromptRef
+from protocol.messages import Lineage
 
 __all__ = ["Node"]
 
@@ -120,12 +111,8 @@ class Node(NodeCore):
         )
         super().__init__(parts, runtime, membership, stores, transport, rss_bytes)
         config = self.config
-        self.finished = asyncio.Event()
-        """Set once all steps are done and evaluated."""
-        self._saved_version = learner.trainer.policy_version
-        self._answered = AnsweredPrompts()
         self._pool = ReplayPool(config.share.pool_groups, config.share.max_uses, self._runtime.rng)
-        self._pooled = asyncio.Event()
+        self._pool.after_draw = self._nudge
         self._fetched: asyncio.Queue[Fetched] = asyncio.Queue(config.verify.queue)
         self._held_out = HeldOut(
             parts.engine,
@@ -159,14 +146,33 @@ class Node(NodeCore):
             ),
         )
         self._rollout = self._open_rollout(self._engine.awake)
+        self._weight = WeightStage(
+            runtime,
+            membership,
+            learner.settings.weight,
+            parts.policy,
+            OwnGroups(self._made, self._admission),
+            self._pool,
+            self._peers,
+        )
+        self._stepper = open_stepper(runtime, config, learner.trainer, self._engine)
+        self._checkpoints = Checkpoints(runtime, membership, config, learner.trainer, self._peers)
+        self._training = TrainStage(
+            runtime,
+            config,
+            self._weight,
+            self._stepper,
+            Evaluator(runtime, self._held_out),
+            self._checkpoints,
+        )
         self._gauge(
             self._rollout.gauge,
             StageGauge(
                 "verify", self._runtime.clock, "fetched bodies", self._fetched.maxsize, self._fetched.qsize
             ),
             StageGauge("share", self._runtime.clock, "offers", self._pool.capacity, lambda: len(self._pool)),
-            StageGauge("weight", self._runtime.clock, "a step"),
-            StageGauge("train", self._runtime.clock, "own groups"),
+            self._weight.gauge,
+            self._training.gauge,
             self._engine.gauge,
             *([StageGauge("merge", self._runtime.clock, "the next round")] if config.merge.enabled else []),
         )
@@ -189,6 +195,11 @@ class Node(NodeCore):
             self._collector = self._collect(self._network)
 
     @property
+    def finished(self) -> asyncio.Event:
+        """Set once all steps are done and evaluated."""
+        return self._training.finished
+
+    @property
     def lineage(self) -> Lineage:
         return self._lineage
 
@@ -206,7 +217,7 @@ class Node(NodeCore):
             clock=self._runtime.clock,
             wanted=self._wanted,
             waiting_of=self._pool.unused,
-            answered=self._is_answered,
+            answered=lambda prompt: False,
             worth_keeping=self._worth_keeping,
             still_fresh=lambda heard: self._verifier.is_fresh(heard.sender, heard.announcement),
             failed=self._peers.refused,
@@ -217,86 +228,21 @@ class Node(NodeCore):
             self._runtime, self._learner.trainer, self._engine, merger, self._held_out, self.config.merge
         )
 
-    def _supervise(self) -> Supervisor | None:
-        supervise = self.config.supervise
-        if supervise.enabled is not True:  # "auto" is for the memory plan to decide
-            return None
-        if self.config.policy.sharing == "sequential":
-            supervise = supervise.model_copy(update={"kl_rows": 0})
-        return Supervisor(self._learner.trainer, supervise)
-
-    def _step(self, supervisor: Supervisor | None) -> Callable[[TrainingBatch], StepReport]:
-        """A step of the trainer, with what surrounds it."""
-        trainer, train, needs = self._learner.trainer, self.config.train, self._learner.settings.needs
-        step = supervisor.step if supervisor is not None else trainer.step
-        if not needs & {Need.SNAPSHOT, Need.EWMA}:
-            return step
-        snapshots = ewma = None
-        if Need.SNAPSHOT in needs:
-            snapshots = Snapshots(versions=train.snapshots, max_bytes=train.snapshot_bytes or sys.maxsize)
-        if Need.EWMA in needs:
-            ewma = Ewma(trainer.learning(), beta=train.ewma_beta, device="cpu")
-        return OldPolicy(trainer, step, snapshots=snapshots, ewma=ewma).step
-
     def _verify(self) -> VerifyStage:
         return VerifyStage(
             self._verifier,
             queue=self._fetched,
             pool=self._pool,
             peers=self._peers,
-            answered=self._answered,
             clock=self._runtime.clock,
             bus=self._runtime.bus,
             gauge=self._gauges["verify"],
-            pooled=self._pooled,
-        )
-
-    def _train(self) -> TrainStage:
-        parts, train, supervisor = self._parts, self.config.train, self._supervise()
-        return TrainStage(
-            self._learner.trainer,
-            parts.policy,
-            self._learner.settings,
-            StagePlan(
-                steps=train.steps,
-                local_groups=train.local_groups,
-                external_groups=train.external_groups,
-                external_wait_s=train.external_wait_s,
-                evaluate_every=self.config.evaluate.every,
-                checkpoint_every=train.checkpoint_every,
-                probe_every=self.config.supervise.probe_every,
-            ),
-            own=self._made,
-            pool=self._pool,
-            pooled=self._pooled,
-            peers=self._peers,
-            answered=self._answered,
-            rules=self._membership.charter.rules,
-            lineage=self._lineage,
-            window=self._membership.window,
-            peers_active=self._peers_active,
-            drawn=self._nudge,
-            used=self._admission.used,
-            held=self._admission.held,
-            alone=self._engine.alone,
-            step=self._step(supervisor),
-            merge=self._adoption(self._merger).next if self._merger is not None else None,
-            probe=functools.partial(self._probe, supervisor) if supervisor is not None else None,
-            broadcast=self._engine.update,
-            evaluate=self._evaluate,
-            save=self._save,
-            compute=self._runtime.compute,
-            clock=self._runtime.clock,
-            bus=self._runtime.bus,
-            gauge=self._gauges["train"],
-            weight_gauge=self._gauges["weight"],
-            finished=self.finished,
         )
 
     def _stages(self) -> Stages:
         stages = {
             "rollout": self._rollout.run(self._generator(self._lineage)),
-            "train": self._train().run(),
+            "train": self._training.run(),
             "end": self._end_when_finished(),
         }
         if self._collector is not None:
@@ -310,9 +256,9 @@ class Node(NodeCore):
     # --- life ---------------------------------------------------------------------------------------------
 
     async def _begin(self) -> None:
-        if self._saved_version:
+        if self._checkpoints.saved_version:
             self._runtime.notice(
-                NoticeLevel.INFO, f"goes on from the checkpoint of version {self._saved_version}"
+                NoticeLevel.INFO, f"goes on from the checkpoint of version {self._checkpoints.saved_version}"
             )
         if self._publisher is not None and self._sharing is not None:
             await self._publisher.resume(self._parts.engine, self._run_dir.published)
@@ -326,10 +272,11 @@ class Node(NodeCore):
                     self._sharing,
                     self.config.merge,
                 )
+                self._stepper.merges = self._adoption(self._merger)
                 self._gauges["merge"] = self._merger.gauge
 
     async def _end(self) -> None:
-        await self._save()
+        await self._checkpoints.save()
 
     def _close(self) -> None:
         if self._sharing is not None:
@@ -351,60 +298,11 @@ class Node(NodeCore):
             await self._network.publisher.publish(own, body)
             self._collector.nudge()
 
-    async def _evaluate(self, moment: str) -> None:
-        report = await self._runtime.run(Lane.EVALUATE, self._held_out.evaluate)
-        self._runtime.emit(
-            Evaluated(
-                at=self._runtime.now_ms(),
-                policy_version=report.policy_version,
-                moment=moment,
-                prompts=report.prompts,
-                sampled=report.sampled,
-                greedy=report.greedy,
-                sampled_tasks=report.sampled_tasks,
-                greedy_tasks=report.greedy_tasks,
-                evaluate_s=report.evaluate_s,
-            )
-        )
-
-    async def _probe(self, supervisor: Supervisor) -> RollBack | None:
-        """What was undone because the engine's weights, the trainer's, answer held-out prompts worse than
-        earlier ones did. The engine has the earlier ones then."""
-        rewards = await self._runtime.run(
-            Lane.EVALUATE, self._held_out.rewards, self.config.supervise.probe_prompts
-        )
-        undone = await self._runtime.run(Lane.TRAIN, supervisor.probe, rewards)
-        if undone is not None:
-            await self._engine.replace(None, anchor=False)
-        return undone
-
-    async def _save(self) -> None:
-        """Checkpoint, of a version that has none, and trust to disk. A full disk costs that, not the run."""
-        standings = self._peers.standings()
-        try:
-            await self._runtime.run(Lane.TRAIN, self._write, standings)
-        except OSError as error:
-            version = self._learner.trainer.policy_version
-            self._runtime.notice(
-                NoticeLevel.WARNING, f"version {version} was not saved: {error}; make room on the disk"
-            )
-
-    def _write(self, standings: Sequence[Standing]) -> None:
-        trainer, folder = self._learner.trainer, self._run_dir.checkpoints
-        if trainer.policy_version != self._saved_version:
-            save_checkpoint(trainer, folder / f"v{trainer.policy_version}")
-            prune(folder, trainer.policy.base_model, self.config.train.keep_checkpoints)
-            self._saved_version = trainer.policy_version
-        self._keep(standings)
-
     def _wanted(self) -> int:
         """Groups the pool has need of."""
         if self._engine.not_sharing:
             return 0
         return STOCK_STEPS * self.config.train.external_groups - self._pool.unused()
-
-    def _is_answered(self, prompt: PromptRef) -> bool:
-        return OWN_SOURCE in self._answered.of(prompt.index)
 
     def _worth_keeping(self, heard: Heard) -> bool:
         """Counts an announcement; False when what it says already refuses it, or its author is in
@@ -427,10 +325,6 @@ class Node(NodeCore):
     def _nudge(self) -> None:
         if self._collector is not None:
             self._collector.nudge()
-
-    def _peers_active(self) -> bool:
-        """Whether it makes sense to wait for peers' groups; those in quarantine have none that we want."""
-        return not self._engine.not_sharing and bool(self._peers.active())
 
     # --- events -------------------------------------------------------------------------------------------
 

@@ -147,9 +147,9 @@ def make_training_group() -> Callable[..., Any]:
     fields."""
     import numpy as np
 
-    from node.train.groups import OWN_SOURCE, TrainingGroup, TrainingRollout
-    from node.train.settings import Treatment
     from node.weight.advantage import grpo
+    from node.weight.groups import OWN_SOURCE, TrainingGroup, TrainingRollout
+    from node.weight.settings import Treatment
 
     def make(source: str = OWN_SOURCE, size: int = 4, seed: int = 0, **fields: Any) -> TrainingGroup:
         draw = np.random.default_rng(seed)

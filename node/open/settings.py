@@ -88,9 +88,10 @@ def train_settings(config: NodeConfig, charter: Charter) -> TrainSettings:
     that this node cannot feed, for options that it does not have, and for merges of adapters."""
     from node.train.ess_scaling import EssScaling
     from node.train.objectives import EVERY_TRAINER, Aggregation, Need, open_objective, require
-    from node.train.settings import TrainSettings, Treatment, TreatmentSettings
+    from node.train.settings import TrainSettings
     from node.train.slow_fast import SlowFastSettings
     from node.weight.advantage import ADVANTAGES
+    from node.weight.settings import Treatment, WeightSettings
 
     train, weight, device = config.train, config.weight, device_of(config)
     if config.merge.enabled and config.policy.tuning == "lora":
@@ -117,17 +118,20 @@ def train_settings(config: NodeConfig, charter: Charter) -> TrainSettings:
         max_grad_norm=train.max_grad_norm,
         optimiser="adamw_8bit" if train.optimiser == "adamw_8bit" else "adamw",
         micro_batch_tokens=train.micro_batch_tokens,
-        external_weight=weight.external_weight,
-        # Another tokenizer may need several of ours for one of its tokens.
-        max_completion_tokens=8 * charter.max_new_tokens,
         length_norm_tokens=charter.max_new_tokens,
         own=own,
         compat=compat,
         ess_scaling=EssScaling(train.ess_base, train.ess_rule) if train.ess_scaling else None,
         slow_fast=SlowFastSettings() if train.slow_fast else None,
-        treatment=TreatmentSettings(
-            force=None if weight.external == "auto" else Treatment(weight.external),
+        weight=WeightSettings(
+            local_groups=train.local_groups,
+            external_groups=train.external_groups,
+            external_wait_s=train.external_wait_s,
+            external_weight=weight.external_weight,
             advantage=weight.advantage,
+            force=None if weight.external == "auto" else Treatment(weight.external),
+            # Another tokenizer may need several of ours for one of its tokens.
+            max_completion_tokens=8 * charter.max_new_tokens,
         ),
         device=device,
         by_turns=device == "cuda" and config.policy.sharing == "sequential",

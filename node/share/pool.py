@@ -1,33 +1,20 @@
 """The replay pool: peers' accepted groups, waiting to be trained on.
 
 Bounded in groups, in uses and in age. Draws choose the peer first and the group second, so that a peer which
-sends a hundred groups gets no more weight than one which sends five. Holds only what verification accepted;
-rewards in it are the ones that this node computed (with verification off: the claimed ones). Nothing here
-knows about tensors.
+sends a hundred groups gets no more weight than one which sends five. Holds only what verification accepted.
+Nothing here knows about tensors.
 """
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 
-from protocol.messages import Digest, PeerId, RolloutGroup
+from node.share.accepted import Accepted
+from protocol.messages import Digest, PeerId
 
-__all__ = ["PooledGroup", "ReplayPool"]
-
-
-@dataclass(frozen=True, slots=True)
-class PooledGroup:
-    """One accepted group. `rewards` has one entry per rollout, in order."""
-
-    digest: Digest
-    group: RolloutGroup
-    rewards: tuple[float, ...]
-    arrived_at: int
-    """Swarm time of arrival, ms."""
-    uses: int = 0
-    """How often it was drawn before this draw."""
+__all__ = ["ReplayPool"]
 
 
 class ReplayPool:
@@ -37,8 +24,12 @@ class ReplayPool:
         self.capacity = capacity
         self._max_uses = max_uses
         self._rng = rng
-        self._groups: dict[Digest, PooledGroup] = {}
+        self._groups: dict[Digest, Accepted] = {}
         self._uses: dict[Digest, int] = {}
+        self.arrived = asyncio.Event()
+        """Set by every group that comes in; whoever waits for the next one clears it."""
+        self.after_draw: Callable[[], None] = lambda: None
+        """Called when groups have left, so that there may be room for others."""
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -54,7 +45,7 @@ class ReplayPool:
             if self._uses[digest] == 0 and (author is None or pooled.group.author == author)
         )
 
-    def add(self, pooled: PooledGroup) -> None:
+    def add(self, pooled: Accepted) -> None:
         """Take a group in, unless it is there; the oldest one leaves when the pool is full."""
         if pooled.digest in self._groups:
             return
@@ -62,23 +53,24 @@ class ReplayPool:
         self._uses[pooled.digest] = 0
         while len(self._groups) > self.capacity:
             self._drop(next(iter(self._groups)))
+        self.arrived.set()
 
-    def discard(self, unfit: Callable[[PooledGroup], bool]) -> list[PooledGroup]:
+    def discard(self, unfit: Callable[[Accepted], bool]) -> list[Accepted]:
         """Remove and return the groups for which `unfit` holds (too old, author in quarantine)."""
         gone = [pooled for pooled in self._groups.values() if unfit(pooled)]
         for pooled in gone:
             self._drop(pooled.digest)
         return gone
 
-    def draw(self, count: int) -> list[PooledGroup]:
-        """Up to `count` different groups: a random peer, then its least used and newest group, peers in
-        turn."""
-        by_peer: dict[PeerId, list[PooledGroup]] = {}
+    def draw(self, count: int) -> list[tuple[Accepted, int]]:
+        """Up to `count` different groups, each with the number of its earlier draws: a random peer, then its
+        least used and newest group, peers in turn."""
+        by_peer: dict[PeerId, list[Accepted]] = {}
         for pooled in self._groups.values():
             by_peer.setdefault(pooled.group.author, []).append(pooled)
         for groups in by_peer.values():
             groups.sort(key=lambda pooled: (self._uses[pooled.digest], -pooled.arrived_at, pooled.digest))
-        drawn: list[PooledGroup] = []
+        drawn: list[Accepted] = []
         peers = sorted(by_peer)
         self._rng.shuffle(peers)
         while peers and len(drawn) < count:
@@ -88,11 +80,12 @@ class ReplayPool:
                 drawn.append(by_peer[peer].pop(0))
                 if not by_peer[peer]:
                     peers.remove(peer)
-        used = [replace(pooled, uses=self._uses[pooled.digest]) for pooled in drawn]
+        used = [(pooled, self._uses[pooled.digest]) for pooled in drawn]
         for pooled in drawn:
             self._uses[pooled.digest] += 1
             if self._uses[pooled.digest] >= self._max_uses:
                 self._drop(pooled.digest)
+        self.after_draw()
         return used
 
     def _drop(self, digest: Digest) -> None:

@@ -5,7 +5,7 @@ keeps its seed). The training reward is too noisy to compare, and a mean over ta
 accuracy is reported per task. `evaluate` is a pure function of engine, prompts and scorer; `HeldOut` is it
 with the swarm's held-out prompts, which `protocol.prompts` chooses. It also answers what a merge is judged by
 (`weights/merge/adopt.py`), on prompts of their own: choosing weights by those that are evaluated on would
-flatter the evaluation. Blocking.
+flatter the evaluation. All of that blocks; `Evaluator` runs it beside the event loop.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ from dataclasses import dataclass
 from itertools import chain, zip_longest
 from statistics import fmean
 
+from node.compute import Lane
+from node.events import Evaluated
 from node.rollout.engine.base import Engine, GenerationRequest
 from node.rollout.environment import Completion, Prompt
 from node.rollout.policy import Policy
 from node.rollout.prompts import Universe
+from node.runtime import Runtime
 from protocol.errors import ModelError
 from protocol.messages import FinishReason, Sampling
 
-__all__ = ["EvaluationReport", "HeldOut", "evaluate"]
+__all__ = ["EvaluationReport", "Evaluator", "HeldOut", "evaluate"]
 
 EXACT = 1.0 - 1e-6
 
@@ -163,3 +166,31 @@ class HeldOut:
     def _fitting(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         room = self._engine.context - self._max_new_tokens
         return [each for each in prompts if len(self._policy.encode_prompt(each.text)) <= room]
+
+
+class Evaluator:
+    """Evaluates beside the event loop, and tells the result."""
+
+    def __init__(self, runtime: Runtime, held_out: HeldOut) -> None:
+        self._runtime = runtime
+        self._held_out = held_out
+
+    async def evaluate(self, moment: str) -> None:
+        """Answer all held-out prompts with the engine's weights; `moment` is before, during or after."""
+        report = await self._runtime.run(Lane.EVALUATE, self._held_out.evaluate)
+        event = Evaluated(
+            at=self._runtime.now_ms(),
+            policy_version=report.policy_version,
+            moment=moment,
+            prompts=report.prompts,
+            sampled=report.sampled,
+            greedy=report.greedy,
+            sampled_tasks=report.sampled_tasks,
+            greedy_tasks=report.greedy_tasks,
+            evaluate_s=report.evaluate_s,
+        )
+        self._runtime.emit(event)
+
+    async def rewards(self, prompts: int) -> list[float]:
+        """`HeldOut.rewards`."""
+        return await self._runtime.run(Lane.EVALUATE, self._held_out.rewards, prompts)

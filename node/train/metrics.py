@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from node.events import LAG_BUCKETS, Gap, Gaps, SourceShare
-from node.train.batch import TrainingBatch
-from node.train.groups import Kind, TrainingGroup
 from node.train.objectives import TokenLoss
 from node.train.objectives.ratio import MAX_LOG_RATIO
+from node.weight.batch import TrainingBatch
+from node.weight.groups import Kind, TrainingGroup
 
 __all__ = ["RowSums", "by_kind", "by_source", "gap", "gaps"]
 

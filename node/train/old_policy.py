@@ -11,8 +11,9 @@ the step all staleness counts as mismatch, and thresholds that are meant for one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -20,29 +21,37 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from node.rollout.engine.base import TokenSequence
-from node.train.batch import TrainingBatch
 from node.train.ewma import Ewma
 from node.train.snapshots import Snapshots
 from node.train.step import StepReport, Trainer
+from node.weight.batch import TrainingBatch
 
-__all__ = ["OldPolicy", "sequences_of"]
+__all__ = ["OldPolicy", "Steps", "sequences_of"]
+
+
+class Steps(Protocol):
+    """A trainer, or something around one."""
+
+    def step(self, batch: TrainingBatch) -> StepReport:
+        """Train on `batch` once. Blocking."""
+        ...
 
 
 class OldPolicy:
-    """Wraps `step`, which trains `trainer` on a batch, and keeps what it was given up to date. Weights that
+    """Wraps `steps`, which train `trainer` on a batch, and keeps what it was given up to date. Weights that
     came in another way since (a merge, a roll-back) are noticed by their version, and a new average begins
     there; a step that was rolled back is not in it. Raises ConfigError when no snapshot fits."""
 
     def __init__(
         self,
         trainer: Trainer,
-        step: Callable[[TrainingBatch], StepReport],
+        steps: Steps,
         *,
         snapshots: Snapshots | None,
         ewma: Ewma | None,
     ) -> None:
         self._trainer = trainer
-        self._step = step
+        self._steps = steps
         self._snapshots = snapshots
         self._ewma = ewma
         self._seen = -1
@@ -50,10 +59,10 @@ class OldPolicy:
         self._look()
 
     def step(self, batch: TrainingBatch) -> StepReport:
-        """One step, with old log-probabilities. Raises what `step` raises."""
+        """One step, with old log-probabilities. Raises what `steps` raise."""
         if self._look() and self._ewma is not None:
             self._ewma.restart(self._trainer.learning())
-        report = self._step(self.fill(batch))
+        report = self._steps.step(self.fill(batch))
         if self._look() and self._ewma is not None and report.rolled_back is None:
             self._ewma.add(self._trainer.learning())
         return report

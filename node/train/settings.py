@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Literal
 
 from node.rollout.adapter import AdapterSpec
@@ -11,34 +10,9 @@ from node.train.ess_scaling import EssScaling
 from node.train.objectives import Need, Objective
 from node.train.objectives.presets import compat, graft, hacpo, topr
 from node.train.slow_fast import SlowFastSettings
+from node.weight.settings import Treatment, WeightSettings
 
-__all__ = ["TrainSettings", "Treatment", "TreatmentSettings"]
-
-
-class Treatment(StrEnum):
-    """How a group is trained on."""
-
-    OWN = "own"
-    """The own groups' objective, anchored at mu of each token; for followers' groups, too, and when forced
-    for others' of the same tokenizer."""
-    COMPAT = "compat"
-    """Another model's group whose prompt this node has not answered lately."""
-    HACPO = "hacpo"
-    """Another model's group on a shared prompt: capability-aware advantages over all rollouts on it."""
-    GRAFT = "graft"
-    """Another model's mixed group on a shared prompt where all own rollouts failed."""
-
-
-@dataclass(frozen=True)
-class TreatmentSettings:
-    """How the treatment of external groups is chosen."""
-
-    force: Treatment | None = None
-    """One treatment for all external groups, or None to choose by prompt and outcome."""
-    failure_reward: float = 0.0
-    """An own group has failed if no reward is above this."""
-    advantage: Literal["dr_grpo", "gapo", "grpo", "mad", "max_rl", "mc_grpo", "rloo"] = "grpo"
-    """Advantage inside one group: own groups, and external ones that keep their author's statistics."""
+__all__ = ["TrainSettings"]
 
 
 @dataclass(frozen=True)
@@ -56,11 +30,6 @@ class TrainSettings:
     """adamw_8bit keeps the moments of large tensors in 8 bits, by blocks of 256 values."""
     micro_batch_tokens: int = 16_384
     """Padded tokens per forward pass; does not change the gradient."""
-    external_weight: float = 1.0
-    """Weight of all external sources together against the own source (1): lambda of a peer is this times its
-    share of the external groups."""
-    max_completion_tokens: int = 256
-    """Longer completions, in this policy's tokens, are refused."""
     length_norm_tokens: int = 16
     """The constant length of the aggregation seq_mean_token_sum_norm."""
     measure_start_kl: bool = True
@@ -70,7 +39,8 @@ class TrainSettings:
     compat: Objective = field(default_factory=compat)
     hacpo: Objective = field(default_factory=hacpo)
     graft: Objective = field(default_factory=graft)
-    treatment: TreatmentSettings = field(default_factory=TreatmentSettings)
+    weight: WeightSettings = field(default_factory=WeightSettings)
+    """What batches are made of."""
     ess_scaling: EssScaling | None = None
     """Shrink the learning rate of steps that few rollouts decide."""
     slow_fast: SlowFastSettings | None = None

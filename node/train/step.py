@@ -8,8 +8,8 @@ the step counts as skipped, as it does if no row has a finite advantage. An obje
 batch gets them from a pass without gradient if there is more than one micro-batch. What learns is all
 weights, or an adapter on frozen ones. A GPU that runs out of memory in a step gets smaller micro-batches.
 Log-probabilities are taken at each rollout's temperature, as sampling did. Not for: choosing groups,
-advantages or weights (`batch.py` has them all in one factor). Blocking; runs on one worker thread. Letters:
-see `batch.py`; V vocabulary.
+advantages or weights (`node/weight`, `scales.py`). Blocking; runs on one worker thread. Letters:
+see `node/weight/batch.py`; V vocabulary.
 """
 
 from __future__ import annotations
@@ -31,15 +31,17 @@ from node.events import Gaps, SourceShare
 from node.rollout.adapter import adapter_state, adapter_tensors, wrap
 from node.rollout.engine.base import TokenSequence
 from node.rollout.policy import Policy
-from node.train.batch import TrainingBatch
 from node.train.ess_scaling import ess_share, sequence_log_weights
 from node.train.forward import completion_logprobs, packed
 from node.train.metrics import RowSums, by_kind, by_source, gaps
 from node.train.objectives import LossInputs, Plan
 from node.train.objectives.ratio import MAX_LOG_RATIO
-from node.train.settings import TrainSettings, Treatment
+from node.train.scales import loss_scales
+from node.train.settings import TrainSettings
 from node.train.slow_fast import SlowFast
 from node.train.stability import RollBack
+from node.weight.batch import TrainingBatch
+from node.weight.settings import Treatment
 from protocol.errors import ConfigError, ModelError, OurFault
 
 if TYPE_CHECKING:
@@ -299,10 +301,11 @@ class Trainer:
         sums = RowSums.zeros(len(batch.treatments), self.device)
         kept_BT = torch.zeros(batch.mask_BT.shape)
         total = torch.zeros((), device=self.device)
+        scale_B = loss_scales(batch, self.settings)
         parts = list(_micro_batches(batch, self.micro_batch_tokens))
         plans = self._plans(batch) if len(parts) > 1 else {}
         for rows in parts:
-            loss = self._micro_loss(batch, rows, sums, kept_BT, plans)
+            loss = self._micro_loss(batch, rows, scale_B[rows], sums, kept_BT, plans)
             torch.autograd.backward(loss)
             total += loss.detach()
         return float(total), sums.cpu(), kept_BT
@@ -370,6 +373,7 @@ class Trainer:
         self,
         batch: TrainingBatch,
         rows: Tensor,
+        scale_B: Tensor,
         sums: RowSums,
         kept_BT: Tensor,
         plans: Mapping[Treatment, Plan],
@@ -377,7 +381,7 @@ class Trainer:
         part = self._forward(batch, rows)
         kept_BT[rows, : part.logprobs_BT.shape[1]] = part.logprobs_BT.detach().cpu()
         inputs = self._inputs(batch, rows, part.logprobs_BT)
-        scale_B = batch.scale_B[rows].to(self.device)
+        scale_B = scale_B.to(self.device)
         loss = torch.zeros((), device=self.device)
         row_list = rows.tolist()
         for treatment in dict.fromkeys(batch.treatments[row] for row in row_list):

@@ -27,13 +27,13 @@ import numpy as np
 import torch
 
 from node.config import SuperviseConfig
-from node.train.batch import TrainingBatch
 from node.train.good_state import GoodState
-from node.train.groups import Kind
 from node.train.metrics import gap
 from node.train.old_policy import sequences_of
 from node.train.stability import Alarm, RollBack, StepSigns, Watch
 from node.train.step import StepReport, Trainer
+from node.weight.batch import TrainingBatch
+from node.weight.groups import Kind
 from protocol.errors import UnstableError
 
 __all__ = ["Supervisor"]

@@ -127,6 +127,8 @@ class Judgement:
     """Reasons of the soft failures, in order of the checks."""
     group: RolloutGroup | None
     """None when the body could not be read."""
+    tokens: tuple[TokenArrays, ...]
+    """Of each rollout, parsed; empty when the body could not be read."""
     rewards: tuple[float, ...]
     """Empty when refused before scoring."""
 

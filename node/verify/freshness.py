@@ -42,6 +42,7 @@ class Freshness:
             return reject("future")
         staleness = judge_staleness(
             announcement.policy_version,
+            announcement.oldest_version,
             self._newest(item),
             window,
             window_of(self._charter, item.now_ms),

@@ -227,5 +227,6 @@ class Verifier:
             checks=tuple(outcomes),
             suspicions=tuple(each.reason for each in outcomes if each.verdict == Decision.SUSPECT),
             group=item.group if item is not None else None,
+            tokens=item.tokens if item is not None else (),
             rewards=verdict.rewards or (),
         )

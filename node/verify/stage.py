@@ -12,12 +12,12 @@ from node.clock import Clock
 from node.events import EventBus, GroupJudged, inert
 from node.peers.book import PeerBook
 from node.peers.trust import Hardness
+from node.share.accepted import Accepted
 from node.share.collect import Fetched
-from node.share.pool import PooledGroup, ReplayPool
+from node.share.pool import ReplayPool
 from node.supervise import StageGauge
 from node.verify.base import Candidate, Judgement
 from node.verify.pipeline import Verifier
-from node.weight.answered import AnsweredPrompts
 from protocol.messages import PeerId
 
 __all__ = ["VerifyStage"]
@@ -39,21 +39,17 @@ class VerifyStage:
         queue: asyncio.Queue[Fetched],
         pool: ReplayPool,
         peers: PeerBook,
-        answered: AnsweredPrompts,
         clock: Clock,
         bus: EventBus,
         gauge: StageGauge,
-        pooled: asyncio.Event,
     ) -> None:
         self._verifier = verifier
         self._queue = queue
         self._pool = pool
         self._peers = peers
-        self._answered = answered
         self._clock = clock
         self._bus = bus
         self._gauge = gauge
-        self._pooled = pooled
 
     async def run(self) -> None:
         """Judge until cancelled."""
@@ -67,12 +63,15 @@ class VerifyStage:
                 )
             self._book(heard.sender, judgement)
             if judgement.accepted and judgement.group is not None:
-                group = judgement.group
-                self._answered.add(group.prompt.index, heard.sender, judgement.rewards)
                 self._pool.add(
-                    PooledGroup(heard.announcement.body.digest, group, judgement.rewards, heard.arrived_at)
+                    Accepted(
+                        heard.announcement.body.digest,
+                        judgement.group,
+                        judgement.tokens,
+                        judgement.rewards,
+                        heard.arrived_at,
+                    )
                 )
-                self._pooled.set()
             self._bus.emit(self._event(fetched, judgement))
 
     def _book(self, author: PeerId, judgement: Judgement) -> None:

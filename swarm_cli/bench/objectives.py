@@ -25,11 +25,12 @@ import torch
 
 from node.rollout.engine.base import TokenSequence
 from node.rollout.policy import Policy
-from node.train.batch import collate
-from node.train.groups import OWN_SOURCE, TrainingGroup, TrainingRollout
 from node.train.objectives import LossInputs, Objective, all_presets, open_objective
-from node.train.settings import TrainSettings, Treatment
+from node.train.settings import TrainSettings
 from node.train.step import Trainer
+from node.weight.batch import collate
+from node.weight.groups import OWN_SOURCE, TrainingGroup, TrainingRollout
+from node.weight.settings import Treatment, WeightSettings
 from swarm_cli.bench.measure import Say, envelope, rounded
 
 __all__ = ["FULL", "QUICK", "Size", "bench_objectives"]
@@ -140,10 +141,12 @@ def _inputs(size: Size) -> LossInputs:
 
 def _step_seconds(policy: Policy, size: Size, say: Say) -> tuple[float, float]:
     """A training step on as many tokens as the objectives get, and a pass without gradient over them."""
-    settings = TrainSettings(max_completion_tokens=size.step_tokens, measure_start_kl=False)
+    settings = TrainSettings(
+        weight=WeightSettings(max_completion_tokens=size.step_tokens), measure_start_kl=False
+    )
     trainer = Trainer(policy, settings)
     group = _group(policy, size)
-    batch = collate([group], settings, policy)
+    batch = collate([group], settings.weight, policy)
     sequences = [TokenSequence(group.prompt_ids, tuple(each.tokens_T.tolist())) for each in group.rollouts]
     scale = size.rows * size.tokens / (size.step_rows * size.step_tokens)
     trainer.step(batch)

@@ -1,8 +1,7 @@
 """Item 22: NaN, Inf, 1e30, wrong lengths and tokens outside the vocabulary never reach the optimiser.
 
-Each hostile group is put between honest ones; the whole batch is refused with a typed error that names the
-group, and parameters and optimiser state are byte-identical before and after. The same step then works
-without it.
+Each hostile group is put between honest ones. It is left out of the batch and named with a typed error; what
+is trained on is, byte for byte, the batch without it.
 """
 
 from __future__ import annotations
@@ -15,17 +14,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from node.rollout.policy import Policy
-from node.train.batch import collate
-from node.train.groups import TrainingDataError, training_rollouts
-from node.train.settings import TrainSettings, Treatment
-from node.train.step import Trainer
+from node.weight.batch import TrainingBatch, collate
+from node.weight.groups import training_rollouts
+from node.weight.settings import Treatment, WeightSettings
 from protocol.errors import RemoteProtocolError
-from protocol.messages import FinishReason
-from protocol.rollouts import single_turn
+from protocol.messages import FinishReason, Rollout
+from protocol.rollouts import parse_tokens
+from tests.node.verify.world import rollout
 
-SETTINGS = TrainSettings()
+SETTINGS = WeightSettings()
 NUMBERS = [math.nan, math.inf, -math.inf, 1e30, -1e30]
 
 
@@ -75,33 +75,39 @@ def hostile_groups(make: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
     )
 
 
-def snapshot(trainer: Trainer) -> dict[str, bytes]:
-    found = {name: tensor.numpy().tobytes() for name, tensor in trainer.state_dict().items()}
-    for place, entries in enumerate(trainer.optimiser.state.values()):
-        found |= {f"{place}.{name}": value.numpy().tobytes() for name, value in entries.items()}
-    return found
+def tensors(batch: TrainingBatch) -> dict[str, bytes]:
+    values = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    return {
+        name: value.numpy().tobytes() for name, value in values.items() if isinstance(value, torch.Tensor)
+    }
 
 
 def test_refused_before_the_optimiser(
     tiny_policy_path: Path, make_training_group: Callable[..., Any]
 ) -> None:
     policy = Policy.open(tiny_policy_path)
-    trainer = Trainer(policy, SETTINGS)
     honest = [make_training_group(seed=1), make_training_group("other", seed=2)]
-    trainer.step(collate(honest, SETTINGS, policy))
-    before = snapshot(trainer)
+    without = collate(honest, SETTINGS, policy)
     tried = 0
     for name, hostile in hostile_groups(make_training_group):
-        with pytest.raises(TrainingDataError, match="group group3") as caught:
-            trainer.step(collate([honest[0], hostile, honest[1]], SETTINGS, policy))
-        assert isinstance(caught.value, RemoteProtocolError), name
-        assert caught.value.group == "group3", name
-        assert caught.value.reason == "training_data"
+        batch = collate([honest[0], hostile, honest[1]], SETTINGS, policy)
+        [(source, error)] = batch.refused
+        assert isinstance(error, RemoteProtocolError), name
+        assert (source, error.group, error.reason) == ("peer", "group3", "training_data"), name
+        assert batch.groups == without.groups, name
+        assert tensors(batch) == tensors(without), name
         tried += 1
     assert tried >= 60
-    assert snapshot(trainer) == before
-    assert not trainer.step(collate(honest, SETTINGS, policy)).skipped
-    assert snapshot(trainer) != before
+
+
+def refusal(group: Any, policy: Policy, *, same_tokenizer: bool, record: Rollout) -> str:
+    """What a peer's group of two such rollouts is refused for."""
+    records = [record] * 2
+    tokens = [parse_tokens(each) for each in records]
+    rollouts = training_rollouts(records, tokens, policy, same_tokenizer=same_tokenizer)
+    batch = collate([group, dataclasses.replace(group, source="peer", rollouts=rollouts)], SETTINGS, policy)
+    [(_, error)] = batch.refused
+    return str(error)
 
 
 @pytest.mark.parametrize("same_tokenizer", [True, False])
@@ -110,38 +116,16 @@ def test_hostile_bytes(
     tiny_policy_path: Path, make_training_group: Callable[..., Any], bad: float, same_tokenizer: bool
 ) -> None:
     """The same from the wire record on, where log-probabilities are raw bytes."""
+    record = rollout([9, 7, 1], [-1.0, bad, -1.0], text="42", finish=FinishReason.STOP, reward=bad)
+    group = make_training_group(seed=3, size=2)
     policy = Policy.open(tiny_policy_path)
-    record = single_turn(
-        text="42",
-        token_ids=np.asarray([9, 7, 1], "<u4").tobytes(),
-        logprobs=np.asarray([-1.0, bad, -1.0], "<f4").tobytes(),
-        versions=np.zeros(3, "<u4").tobytes(),
-        finish=FinishReason.STOP,
-        reward=bad,
-        seed=0,
-    )
-    group = make_training_group("peer", seed=3, size=2)
-    rollouts = training_rollouts(group.group, [record, record], policy, same_tokenizer=same_tokenizer)
-    with pytest.raises(TrainingDataError, match="group group3"):
-        collate([dataclasses.replace(group, rollouts=rollouts)], SETTINGS, policy)
+    assert "log-probability" in refusal(group, policy, same_tokenizer=same_tokenizer, record=record)
 
 
 def test_hostile_ids_on_the_wire(tiny_policy_path: Path, make_training_group: Callable[..., Any]) -> None:
     policy = Policy.open(tiny_policy_path)
-    record = single_turn(
-        text="",
-        token_ids=b"\xff" * 8,
-        logprobs=np.asarray([-1.0, -1.0], "<f4").tobytes(),
-        versions=b"\xff" * 8,
-        finish=FinishReason.LENGTH,
-        reward=1.0,
-        seed=0,
-    )
-    group = make_training_group("peer", seed=3, size=1)
-    rollouts = training_rollouts(group.group, [record], policy, same_tokenizer=True)
-    with pytest.raises(TrainingDataError, match="4294967295"):
-        collate([dataclasses.replace(group, rollouts=rollouts)], SETTINGS, policy)
+    record = rollout([2**32 - 1] * 2, [-1.0, -1.0], text="", finish=FinishReason.LENGTH, reward=1.0)
+    group = make_training_group(seed=3, size=2)
+    assert "4294967295" in refusal(group, policy, same_tokenizer=True, record=record)
     # another tokenizer: the ids are not looked at, but an empty text has no tokens to learn from
-    rollouts = training_rollouts(group.group, [record], policy, same_tokenizer=False)
-    with pytest.raises(TrainingDataError, match="0 tokens"):
-        collate([dataclasses.replace(group, rollouts=rollouts)], SETTINGS, policy)
+    assert "0 tokens" in refusal(group, policy, same_tokenizer=False, record=record)

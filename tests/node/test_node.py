@@ -40,9 +40,8 @@ from node.rollout.environment import Prompt
 from node.rollout.policy import Policy
 from node.state.paths import Home
 from node.train.checkpoint import resume
-from node.train.groups import OWN_SOURCE
+from node.weight.groups import OWN_SOURCE
 from protocol.errors import ModelError
-from protocol.messages import PromptRef
 from protocol.replay import ReplayCache
 from tests.node.toy import COSTS_S, TASK, Toy, ToyEnvironment, ToySwarm, ToyTrouble
 
@@ -158,21 +157,6 @@ def test_rollouts_never_run_further_ahead_than_allowed(tmp_path: Path, policies:
                         trained += 1
                         assert event.staleness <= bound
                 assert trained == 8
-
-    run_virtual(main())
-
-
-def test_only_prompts_this_node_answered_itself_count_as_shared(
-    tmp_path: Path, policies: Sequence[Policy]
-) -> None:
-    async def main() -> None:
-        async with ToySwarm(tmp_path, policies) as swarm:
-            node = (await swarm.add("alice")).node
-            prompt = PromptRef(window=0, slot=0, index=5)
-            node._answered.add(5, "some peer", (0.0, 1.0))
-            assert not node._is_answered(prompt)
-            node._answered.add(5, OWN_SOURCE, (0.0, 1.0))
-            assert node._is_answered(prompt)
 
     run_virtual(main())
 

@@ -23,10 +23,10 @@ from node.events import (
 )
 from node.open.parts import Parts
 from node.rollout.policy import Policy
-from node.train.batch import TrainingBatch
 from node.train.checkpoint import read_state
 from node.train.objectives import open_objective
 from node.train.step import StepReport
+from node.weight.batch import TrainingBatch
 from node.weights.chain.chains import Chains
 from protocol.errors import UnstableError
 from tests.node.toy import Toy, ToySwarm, trained_otherwise

@@ -32,6 +32,7 @@ from node.train.settings import TrainSettings
 from node.train.step import Trainer
 from node.transport.links import LINKS
 from node.transport.memory import MemoryNetwork, MemoryTransport
+from node.weight.settings import WeightSettings
 from protocol.charter import found, swarm_id
 from protocol.messages import Charter
 from protocol.records import record_validator
@@ -249,7 +250,13 @@ class ToySwarm:
     def _parts(self, config: NodeConfig, policy: Policy) -> Parts:
         learner = None
         if config.role == "trainer":
-            train = TrainSettings(max_completion_tokens=40, length_norm_tokens=5, measure_start_kl=False)
+            weight = WeightSettings(
+                local_groups=config.train.local_groups,
+                external_groups=config.train.external_groups,
+                external_wait_s=config.train.external_wait_s,
+                max_completion_tokens=40,
+            )
+            train = TrainSettings(weight=weight, length_norm_tokens=5, measure_start_kl=False)
             decoders = {each.tokenizer_digest: each.decode for each in self.policies}
             learner = Learner(trainer=Trainer(policy, train), settings=train, decoders=decoders)
         return Parts(

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from node.rollout.policy import Policy
 from node.rollout.tiny import MAX_NEW_TOKENS
-from node.train.groups import TrainingRollout
+from node.weight.groups import TrainingRollout
 from swarm_cli.bench.staleness.buffer import Place
 from swarm_cli.bench.staleness.mismatch import Mismatch, engine_weights, reported
 from swarm_cli.bench.staleness.plain import Drawn, Plain, Scored

@@ -23,12 +23,13 @@ from torch import Tensor
 from node.rollout.engine.base import TokenSequence
 from node.rollout.policy import Policy
 from node.state.paths import bundled
-from node.train.batch import TrainingBatch, collate
 from node.train.ess_scaling import EssScaling
 from node.train.ewma import Ewma
-from node.train.groups import OWN_SOURCE, TrainingGroup, own_group
 from node.train.settings import TrainSettings
 from node.train.step import StepReport, Trainer
+from node.weight.batch import TrainingBatch, collate
+from node.weight.by_group import ByGroup
+from node.weight.groups import OWN_SOURCE, TrainingGroup
 from swarm_cli.bench.staleness.answers import Answered, Answers
 from swarm_cli.bench.staleness.buffer import Buffer, Place, Schedule
 from swarm_cli.bench.staleness.job import Job
@@ -144,6 +145,7 @@ class _Learner:
             ess_scaling=EssScaling() if self.method.ess_scaling else None,
         )
         self._trainer = Trainer(self._policy, self._settings)
+        self._treatments = ByGroup(self._settings.weight)
         self.answers = Answers(self._policy, open_tasks(), seed=settings.seed, group_size=settings.group_size)
         self._ewma = Ewma(self.weights()) if self.method.ewma else None
 
@@ -154,7 +156,8 @@ class _Learner:
     def step(self, version: int, answered: Sequence[Answered]) -> StepReport:
         """Train on some groups once."""
         groups = [self._group(each, version, number) for number, each in enumerate(answered)]
-        batch = collate(groups, self._settings, self._policy)
+        groups = self._treatments.treat(groups)
+        batch = collate(groups, self._settings.weight, self._policy)
         if self.method.snapshot:
             batch = replace(batch, snapshot_BT=_padded(batch, [row for each in answered for row in each.old]))
         if self._ewma is not None:
@@ -172,12 +175,12 @@ class _Learner:
         return ewma.logprobs([], self.weights, compute)
 
     def _group(self, answered: Answered, version: int, number: int) -> TrainingGroup:
-        return own_group(
-            f"{version}/{number}",
-            answered.prompt,
-            answered.rollouts(),
-            answered.rewards,
-            self._settings.treatment,
+        return TrainingGroup(
+            source=OWN_SOURCE,
+            group=f"{version}/{number}",
+            prompt_ids=tuple(answered.prompt),
+            rollouts=answered.rollouts(),
+            rewards=answered.rewards,
             lag=version - answered.born,
         )
 

@@ -14,7 +14,6 @@ in a node.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -24,20 +23,20 @@ import numpy as np
 
 from node.rollout.policy import Policy
 from node.state.paths import bundled
-from node.train.batch import collate
-from node.train.groups import OWN_SOURCE, TrainingGroup, TrainingRollout, external_group, own_group
 from node.train.objectives import open_objective
-from node.train.settings import TrainSettings, Treatment, TreatmentSettings
+from node.train.settings import TrainSettings
 from node.train.step import Trainer
 from node.weight.advantage import has_signal
+from node.weight.batch import collate
+from node.weight.groups import OWN_SOURCE, TrainingGroup, TrainingRollout
+from node.weight.settings import Treatment, WeightSettings
+from node.weight.treatment import open_treatments
 from swarm_cli.bench.staleness.answers import Answered, Answers
 from swarm_cli.bench.staleness.buffer import Place
 from swarm_cli.bench.staleness.job import Job
 from swarm_cli.bench.staleness.tasks import open_tasks
 
 __all__ = ["BASELINES", "SWARM", "VARIANTS", "Swarm", "SwarmResult", "run_swarm"]
-
-_CAPABILITY_STEPS = 5
 
 
 @dataclass(frozen=True)
@@ -66,6 +65,8 @@ VARIANTS: Mapping[str, Variant] = {
 }
 BASELINES = ("solo_4", "solo_8")
 
+_MAX_PROMPTS = 1024
+"""Prompts of one step, at most."""
 _TREATMENTS = {"hacpo": Treatment.HACPO, "graft": Treatment.GRAFT}
 """Presets that a treatment has by default; any other takes the place of `compat`."""
 
@@ -117,50 +118,46 @@ class _Node:
             group_size=settings.group_size,
             salt=number,
         )
-        self._rewards: deque[float] = deque(maxlen=_CAPABILITY_STEPS)
+        self._treatments = open_treatments(self.train.weight)
+        self._step = 0
         self.answered: list[Answered] = []
-
-    @property
-    def capability(self) -> float:
-        """Mean reward of the last steps."""
-        return fmean(self._rewards)
 
     def generate(self, step: int) -> None:
         """Answer this step's prompts."""
         places = [Place(step, self._first + number) for number in range(self._own_groups)]
         self.answered = self.answers.answer(self.trainer.learning(), places, step)
-        self._rewards.append(fmean(reward for each in self.answered for reward in each.rewards))
+        self._step = step
 
-    def own(self) -> list[TrainingGroup]:
-        """Own groups to train on."""
-        return [
-            own_group(
-                f"own {number}",
-                each.prompt,
-                each.rollouts(),
-                each.rewards,
-                self.train.treatment,
+    def groups(self, others: Sequence[_Node]) -> list[TrainingGroup]:
+        """Own groups, then others' as this node trains on them. Prompts of a step are told apart by their
+        place; all nodes have the same where they are shared."""
+        groups = [
+            TrainingGroup(
+                source=OWN_SOURCE,
+                group=f"own {number}",
+                prompt=self._prompt(number),
+                prompt_ids=tuple(each.prompt),
+                rollouts=each.rollouts(),
+                rewards=each.rewards,
             )
             for number, each in enumerate(self.answered)
         ]
-
-    def foreign(self, other: _Node, *, shared: bool) -> list[TrainingGroup]:
-        """The other's groups as this node trains on them."""
-        capability = {OWN_SOURCE: self.capability, other.name: other.capability}
-        return [
-            external_group(
-                other.name,
-                f"{other.name} {number}",
-                self.answers.prompt(theirs.question),
-                self._read(theirs, other.policy),
-                theirs.rewards,
-                self.train.treatment,
-                own_rewards=self.answered[number].rewards if shared else None,
-                capability=capability,
-                trust=1.0,
+        groups += [
+            TrainingGroup(
+                source=other.name,
+                group=f"{other.name} {number}",
+                prompt=other._prompt(number),
+                prompt_ids=tuple(self.answers.prompt(theirs.question)),
+                rollouts=self._read(theirs, other.policy),
+                rewards=theirs.rewards,
             )
+            for other in others
             for number, theirs in enumerate(other.answered)
         ]
+        return self._treatments.treat(groups)
+
+    def _prompt(self, number: int) -> int:
+        return self._step * _MAX_PROMPTS + self._first + number
 
     def _read(self, answered: Answered, author: Policy) -> tuple[TrainingRollout, ...]:
         if author.tokenizer_digest == self.policy.tokenizer_digest:
@@ -188,8 +185,8 @@ def run_swarm(settings: Swarm) -> SwarmResult:
             node.generate(step)
         for node in nodes:
             others = [other for other in nodes if other is not node] if variant.foreign else []
-            groups = _batch(node, others, variant)
-            report = node.trainer.step(collate(groups, node.train, node.policy))
+            groups = _gated(node.groups(others), variant)
+            report = node.trainer.step(collate(groups, node.train.weight, node.policy))
             foreign_groups.append(sum(group.source != OWN_SOURCE for group in groups))
             kept.extend(each.kept for each in report.sources if each.source != OWN_SOURCE)
     heights.append([node.answers.held_out(node.trainer.learning()) for node in nodes])
@@ -203,21 +200,21 @@ def run_swarm(settings: Swarm) -> SwarmResult:
     )
 
 
-def _batch(node: _Node, others: Sequence[_Node], variant: Variant) -> list[TrainingGroup]:
-    """Own groups, then foreign ones that have an advantage."""
-    own = node.own()
-    foreign = [group for other in others for group in node.foreign(other, shared=variant.shared)]
-    if variant.foreign == "graft":
-        gated = {
-            number
-            for number, (group, mine) in enumerate(zip(foreign, own * len(others), strict=True))
-            if not any(mine.rewards) and has_signal(group.rewards)
-        }
-        replaced = {number % len(own) for number in gated}
-        # A node trains on something of its own, also where all of its groups have failed.
-        own = [group for number, group in enumerate(own) if number not in replaced] or own
-        foreign = [group for number, group in enumerate(foreign) if number in gated]
-    return [*own, *(group for group in foreign if any(group.advantages))]
+def _gated(groups: Sequence[TrainingGroup], variant: Variant) -> list[TrainingGroup]:
+    """Of all groups of a step those to train on: with GRAFT, foreign ones only in place of own ones that
+    failed."""
+    if variant.foreign != "graft":
+        return list(groups)
+    own = [group for group in groups if group.source == OWN_SOURCE]
+    failed = {group.prompt for group in own if not any(group.rewards)}
+    gated = [
+        group
+        for group in groups
+        if group.source != OWN_SOURCE and group.prompt in failed and has_signal(group.rewards)
+    ]
+    replaced = {group.prompt for group in gated}
+    # A node trains on something of its own, also where all of its groups have failed.
+    return [*([group for group in own if group.prompt not in replaced] or own), *gated]
 
 
 def _train_settings(settings: Swarm, variant: Variant) -> TrainSettings:
@@ -229,7 +226,7 @@ def _train_settings(settings: Swarm, variant: Variant) -> TrainSettings:
         warmup_steps=settings.warmup_steps,
         measure_start_kl=False,
         own=open_objective(name if variant.everything else settings.objective),
-        treatment=TreatmentSettings(force=force),
+        weight=WeightSettings(force=force, local_groups=variant.own_groups),
     )
     return replace(plain, compat=open_objective(name)) if force is Treatment.COMPAT else plain
 

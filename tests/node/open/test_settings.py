@@ -184,7 +184,7 @@ def test_groups_of_an_even_size_have_no_median_to_leave_out(config: NodeConfig) 
     with pytest.raises(ConfigError, match=r"'mc_grpo' .* odd size; those of swarm demo have 8"):
         train_settings(load_config([], keys), found(OURS, rules(), 0))
     odd = found(OURS, rules(**{"group_size = 8": "group_size = 9"}), 0)
-    assert train_settings(load_config([], keys), odd).treatment.advantage == "mc_grpo"
+    assert train_settings(load_config([], keys), odd).weight.advantage == "mc_grpo"
 
 
 def test_adapters_are_not_merged(config: NodeConfig) -> None:

@@ -8,17 +8,18 @@ from collections import Counter
 import msgspec
 import pytest
 
-from node.share.pool import PooledGroup, ReplayPool
+from node.share.accepted import Accepted
+from node.share.pool import ReplayPool
 from protocol.messages import RolloutGroup
 from tests.node.verify.world import World, identity
 
 TEMPLATE = World(group_size=2).group(identity("template").peer_id)
 
 
-def pooled(author: str, number: int) -> PooledGroup:
+def pooled(author: str, number: int) -> Accepted:
     """Group `number` of an author; larger numbers arrived later."""
     group: RolloutGroup = msgspec.structs.replace(TEMPLATE, author=author)
-    return PooledGroup(f"{author}{number:04}", group, (0.0, 1.0), arrived_at=number)
+    return Accepted(f"{author}{number:04}", group, (), (0.0, 1.0), arrived_at=number)
 
 
 def filled(capacity: int = 200, max_uses: int = 2, seed: int = 0, **counts: int) -> ReplayPool:
@@ -30,7 +31,7 @@ def filled(capacity: int = 200, max_uses: int = 2, seed: int = 0, **counts: int)
 
 
 def authors(pool: ReplayPool, count: int) -> Counter[str]:
-    return Counter(group.group.author for group in pool.draw(count))
+    return Counter(group.group.author for group, _ in pool.draw(count))
 
 
 # --- bounds ------------------------------------------------------------------------------------------------
@@ -45,9 +46,9 @@ def test_when_full_the_oldest_arrival_leaves() -> None:
 def test_each_group_is_drawn_max_uses_times_and_knows_how_often_it_was() -> None:
     pool = filled(max_uses=2, a=2)
     first, second = pool.draw(9), pool.draw(9)
-    assert sorted(group.digest for group in first) == ["a0000", "a0001"]
-    assert [group.uses for group in first] == [0, 0]
-    assert [group.uses for group in second] == [1, 1]
+    assert sorted(group.digest for group, _ in first) == ["a0000", "a0001"]
+    assert [uses for _, uses in first] == [0, 0]
+    assert [uses for _, uses in second] == [1, 1]
     assert pool.draw(9) == []
     assert len(pool) == 0
 
@@ -57,7 +58,7 @@ def test_a_group_that_is_there_is_not_taken_in_again() -> None:
     pool.draw(1)
     pool.add(pooled("a", 0))
     assert pool.unused() == 0
-    assert [group.uses for group in pool.draw(1)] == [1]
+    assert [uses for _, uses in pool.draw(1)] == [1]
     assert len(pool) == 0
 
 
@@ -115,14 +116,14 @@ def test_a_short_peer_leaves_its_place_to_the_others() -> None:
 
 def test_of_one_peer_the_least_used_and_then_the_newest_come_first() -> None:
     pool = filled(a=3)
-    assert [group.digest for group in pool.draw(2)] == ["a0002", "a0001"]
+    assert [group.digest for group, _ in pool.draw(2)] == ["a0002", "a0001"]
     pool.add(pooled("a", 9))
-    assert [group.digest for group in pool.draw(4)] == ["a0009", "a0000", "a0002", "a0001"]
+    assert [group.digest for group, _ in pool.draw(4)] == ["a0009", "a0000", "a0002", "a0001"]
 
 
 def test_the_same_seed_draws_the_same() -> None:
     def run() -> list[list[str]]:
         pool = filled(seed=7, a=9, b=9, c=9)
-        return [[group.digest for group in pool.draw(2)] for _ in range(8)]
+        return [[group.digest for group, _ in pool.draw(2)] for _ in range(8)]
 
     assert run() == run()

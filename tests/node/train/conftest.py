@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from node.rollout.policy import Policy
-from node.train.batch import TrainingBatch, collate
-from node.train.settings import TrainSettings, Treatment
+from node.train.settings import TrainSettings
 from node.train.step import Trainer
+from node.weight.batch import TrainingBatch, collate
+from node.weight.settings import Treatment
 
 
 @pytest.fixture(scope="session")
@@ -36,7 +37,7 @@ def groups(make_training_group: Callable[..., Any]) -> list[Any]:
 @pytest.fixture
 def batch(policy: Policy, groups: list[Any]) -> TrainingBatch:
     """With the default settings."""
-    return collate(groups, TrainSettings(), policy)
+    return collate(groups, TrainSettings().weight, policy)
 
 
 def gradients(trainer: Trainer, batch: TrainingBatch) -> dict[str, torch.Tensor]:

@@ -19,7 +19,6 @@ from node.rollout.adapter import AdapterSpec
 from node.rollout.engine.base import GenerationRequest, TokenSequence
 from node.rollout.engine.transformers import TransformersEngine
 from node.rollout.policy import Policy
-from node.train.batch import TrainingBatch, collate
 from node.train.checkpoint import (
     checkpoints_of,
     load_checkpoint,
@@ -33,6 +32,7 @@ from node.train.checkpoint import (
 from node.train.settings import TrainSettings
 from node.train.slow_fast import SlowFastSettings, SlowFastState
 from node.train.step import Trainer
+from node.weight.batch import TrainingBatch, collate
 from protocol.errors import ConfigError, ModelError
 from protocol.messages import Sampling
 
@@ -42,7 +42,7 @@ SETTINGS = TrainSettings()
 @pytest.fixture
 def batch(policy: Policy, make_training_group: Callable[..., Any]) -> TrainingBatch:
     groups = [make_training_group(seed=1), make_training_group("peer", seed=2)]
-    return collate(groups, SETTINGS, policy)
+    return collate(groups, SETTINGS.weight, policy)
 
 
 def test_resume_is_byte_exact(policy: Policy, batch: TrainingBatch, tmp_path: Path) -> None:

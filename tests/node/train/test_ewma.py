@@ -13,10 +13,10 @@ import torch
 from node.rollout.adapter import AdapterSpec
 from node.rollout.engine.base import TokenSequence
 from node.rollout.policy import Policy
-from node.train.batch import collate
 from node.train.ewma import Ewma
 from node.train.settings import TrainSettings
 from node.train.step import Trainer
+from node.weight.batch import collate
 from protocol.errors import ConfigError, LocalProtocolError
 
 SETTINGS = TrainSettings(measure_start_kl=False)
@@ -87,7 +87,7 @@ def test_logprobs_are_those_of_a_model_with_the_average(
     policy: Policy, make_training_group: Callable[..., Any]
 ) -> None:
     trainer, other = Trainer(policy, SETTINGS), Trainer(policy, SETTINGS)
-    batch = collate([make_training_group(seed=1)], SETTINGS, policy)
+    batch = collate([make_training_group(seed=1)], SETTINGS.weight, policy)
     ewma = Ewma(trainer.learning(), beta=0.5)
     seen = [trainer.state_dict()]
     for _ in range(2):
@@ -137,7 +137,7 @@ def test_of_an_adapter_only_its_own_tensors_are_averaged(
 ) -> None:
     settings = TrainSettings(adapter=AdapterSpec(rank=2, alpha=4.0), learning_rate=1e-2)
     trainer = Trainer(policy, settings)
-    batch = collate([make_training_group(seed=1)], settings, policy)
+    batch = collate([make_training_group(seed=1)], settings.weight, policy)
     ewma = Ewma(trainer.learning(), beta=0.5)
     assert ewma.nbytes == sum(tensor.nbytes for tensor in trainer.state_dict().values())
     start = trainer.logprobs(SEQUENCES)

@@ -12,10 +12,10 @@ import torch
 
 from node.rollout.adapter import AdapterSpec
 from node.rollout.policy import Policy
-from node.train.batch import TrainingBatch, collate
 from node.train.good_state import GoodState
 from node.train.settings import TrainSettings
 from node.train.step import Trainer
+from node.weight.batch import TrainingBatch, collate
 from protocol.errors import LocalProtocolError
 
 SETTINGS = TrainSettings(measure_start_kl=False)
@@ -44,12 +44,12 @@ WAYS = [
 
 @pytest.fixture
 def batch(policy: Policy, make_training_group: Callable[..., Any]) -> TrainingBatch:
-    return collate([make_training_group(seed=1)], SETTINGS, policy)
+    return collate([make_training_group(seed=1)], SETTINGS.weight, policy)
 
 
 @pytest.fixture
 def other(policy: Policy, make_training_group: Callable[..., Any]) -> TrainingBatch:
-    return collate([make_training_group(seed=2)], SETTINGS, policy)
+    return collate([make_training_group(seed=2)], SETTINGS.weight, policy)
 
 
 def held(trainer: Trainer) -> dict[str, Any]:

@@ -10,12 +10,15 @@ import pytest
 from node.rollout.engine.base import GenerationRequest
 from node.rollout.engine.transformers import TransformersEngine
 from node.rollout.policy import Policy
-from node.train.batch import collate
-from node.train.groups import OWN_SOURCE, external_group, own_group, training_rollouts
 from node.train.objectives import Objective, open_objective
-from node.train.settings import TrainSettings, Treatment, TreatmentSettings
+from node.train.settings import TrainSettings
 from node.train.step import Trainer
+from node.weight.batch import collate
+from node.weight.groups import OWN_SOURCE, TrainingGroup, training_rollouts
+from node.weight.settings import Treatment, WeightSettings
+from node.weight.treatment import open_treatments
 from protocol.messages import Sampling
+from protocol.rollouts import parse_tokens
 
 STEPS, GROUPS = 30, 4
 
@@ -23,6 +26,7 @@ STEPS, GROUPS = 30, 4
 def run(policy: Policy, settings: TrainSettings, *, foreign: bool) -> list[float]:
     """Mean share of the letter e per step; with `foreign`, half the groups are treated as a peer's."""
     engine, trainer = TransformersEngine(policy), Trainer(policy, settings)
+    treatments = open_treatments(settings.weight)
     curve = []
     for step in range(STEPS):
         requests = [
@@ -35,24 +39,18 @@ def run(policy: Policy, settings: TrainSettings, *, foreign: bool) -> list[float
         for place, (request, rollouts) in enumerate(zip(requests, engine.generate(requests), strict=True)):
             rewards = [rollout.text.count("e") / 6 for rollout in rollouts]
             means.append(fmean(rewards))
-            made = training_rollouts(str(place), rollouts, policy, same_tokenizer=True)
-            if foreign and place % 2:
-                groups.append(
-                    external_group(
-                        "peer",
-                        str(place),
-                        request.prompt_ids,
-                        made,
-                        rewards,
-                        settings.treatment,
-                        own_rewards=[0.0, 0.5],
-                        capability={OWN_SOURCE: 0.5, "peer": 0.5},
-                        trust=1.0,
-                    )
+            tokens = [parse_tokens(rollout) for rollout in rollouts]
+            groups.append(
+                TrainingGroup(
+                    source="peer" if foreign and place % 2 else OWN_SOURCE,
+                    group=str(place),
+                    prompt=place // 2,  # the peer answers the prompts of the own groups
+                    prompt_ids=request.prompt_ids,
+                    rollouts=training_rollouts(rollouts, tokens, policy, same_tokenizer=True),
+                    rewards=tuple(rewards),
                 )
-            else:
-                groups.append(own_group(str(place), request.prompt_ids, made, rewards, settings.treatment))
-        trainer.step(collate(groups, settings, policy))
+            )
+        trainer.step(collate(treatments.treat(groups), settings.weight, policy))
         engine.update(trainer.state_dict(), trainer.policy_version)
         curve.append(fmean(means))
     return curve
@@ -72,7 +70,7 @@ def test_reward_rises(policy: Policy, own: Objective | None) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("force", [Treatment.COMPAT, Treatment.HACPO, Treatment.GRAFT])
 def test_reward_rises_with_a_peer(policy: Policy, force: Treatment) -> None:
-    settings = TrainSettings(learning_rate=3e-3, treatment=TreatmentSettings(force=force))
+    settings = TrainSettings(learning_rate=3e-3, weight=WeightSettings(force=force))
     curve = run(policy, settings, foreign=True)
     assert fmean(curve[:3]) < 0.15
     assert fmean(curve[-3:]) > 0.6

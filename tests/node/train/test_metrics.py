@@ -13,13 +13,14 @@ import torch
 
 from node.events import LAG_BUCKETS, Gap, SourceShare
 from node.rollout.policy import Policy
-from node.train.batch import TrainingBatch, collate
 from node.train.ess_scaling import EssScaling
-from node.train.groups import TrainingRollout
 from node.train.metrics import RowSums, by_kind, by_source, gaps
 from node.train.objectives import TokenLoss
-from node.train.settings import TrainSettings, Treatment
+from node.train.settings import TrainSettings
 from node.train.step import Trainer
+from node.weight.batch import TrainingBatch, collate
+from node.weight.groups import TrainingRollout
+from node.weight.settings import Treatment
 
 SETTINGS = TrainSettings(measure_start_kl=False, warmup_steps=0)
 
@@ -48,7 +49,7 @@ def batch(policy: Policy, make_training_group: Callable[..., Any]) -> TrainingBa
     foreign = make_training_group(
         "p", rollouts=(of_tokens(2, 9), of_tokens(4, 9)), size=2, advantages=(2.0, 0.0), lag=70
     )
-    return collate([own, follower, foreign], SETTINGS, policy)
+    return collate([own, follower, foreign], SETTINGS.weight, policy)
 
 
 def sums_of(batch: TrainingBatch, rows: dict[int, dict[str, list[float]]]) -> RowSums:
@@ -126,7 +127,7 @@ def test_lags_are_counted_by_powers_of_two(batch: TrainingBatch) -> None:
 def test_a_bucket_begins_at_its_own_lag(
     policy: Policy, make_training_group: Callable[..., Any], lag: int, place: int
 ) -> None:
-    batch = collate([make_training_group(rollouts=(of_tokens(1),), size=1, lag=lag)], SETTINGS, policy)
+    batch = collate([make_training_group(rollouts=(of_tokens(1),), size=1, lag=lag)], SETTINGS.weight, policy)
     (share,) = by_source(batch, sums_of(batch, {}), 0)
     assert [number for number, tokens in enumerate(share.lags) if tokens] == [place]
 
@@ -148,7 +149,7 @@ def test_several_peers_of_a_kind_are_one_and_a_peer_may_be_of_two(
         make_training_group("a", rollouts=(of_tokens(3),), size=1, advantages=(1.0,), trust=0.5),
         make_training_group("b", rollouts=(of_tokens(1),), size=1, advantages=(1.0,)),
     ]
-    batch = collate(groups, SETTINGS, policy)
+    batch = collate(groups, SETTINGS.weight, policy)
     sums = sums_of(batch, {2: {"kept": [1, 1, 1]}})
     own, follower, foreign = by_kind(batch, sums, 0)
     assert [(share.groups, share.tokens) for share in (own, follower, foreign)] == [(1, 2), (1, 2), (2, 4)]
@@ -217,7 +218,7 @@ def test_the_sample_size_of_completions_scales_the_learning_rate(
     16 / (2 x 10) = 0.8. The peer's, however unlike, do not count. Factors: sqrt(0.8), 0.8, and 1 from a base
     of 0.8 on."""
     groups = [make_training_group(size=2, seed=1), make_training_group("p", size=2, seed=2)]
-    batch = collate(groups, SETTINGS, policy)
+    batch = collate(groups, SETTINGS.weight, policy)
     behaviour_BT = Trainer(policy, SETTINGS).step(batch).logprobs_BT.clone()
     behaviour_BT[0, 0] -= math.log(3)
     behaviour_BT[2:] -= 1.0
@@ -245,7 +246,7 @@ def test_every_token_of_a_real_step_is_kept_dropped_or_clipped(
         make_training_group("f", seed=2, treatment=Treatment.OWN, own_lineage=True),
         make_training_group("p", seed=3),
     ]
-    report = Trainer(policy, SETTINGS).step(collate(groups, SETTINGS, policy))
+    report = Trainer(policy, SETTINGS).step(collate(groups, SETTINGS.weight, policy))
     assert [share.source for share in report.kinds] == ["own", "follower", "foreign"]
     for share in (*report.sources, *report.kinds):
         assert share.kept + share.dropped + share.clipped == pytest.approx(1.0)

@@ -23,8 +23,9 @@ from node.train.objectives import (
 )
 from node.train.objectives.controls import Metric
 from node.train.objectives.presets import copris, decoupled_ppo, gspo, luspo, mis, ppo_ewma, tis
-from node.train.settings import TrainSettings, TreatmentSettings
+from node.train.settings import TrainSettings
 from node.weight.advantage import ADVANTAGES
+from node.weight.settings import WeightSettings
 from protocol.charter import found
 from protocol.errors import ConfigError
 from protocol.identity import Identity
@@ -76,7 +77,7 @@ def test_the_config_names_every_preset_for_own_groups() -> None:
 
 
 def test_the_config_names_every_advantage_inside_one_group() -> None:
-    for model, field in ((WeightConfig, "advantage"), (TreatmentSettings, "advantage")):
+    for model, field in ((WeightConfig, "advantage"), (WeightSettings, "advantage")):
         assert sorted(get_args(get_type_hints(model)[field])) == sorted(ADVANTAGES)
 
 

@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 
 from node.rollout.engine.base import TokenSequence
 from node.rollout.policy import Policy
-from node.train.batch import TrainingBatch, collate
 from node.train.ewma import Ewma
 from node.train.old_policy import OldPolicy, sequences_of
 from node.train.settings import TrainSettings
 from node.train.snapshots import Snapshots
 from node.train.step import StepReport, Trainer
+from node.weight.batch import TrainingBatch, collate
 from protocol.errors import ConfigError
 
 SETTINGS = TrainSettings(measure_start_kl=False)
@@ -30,7 +30,7 @@ SETTINGS = TrainSettings(measure_start_kl=False)
 def batch(policy: Policy, make_training_group: Callable[..., Any]) -> TrainingBatch:
     """Rows 0 and 1 are own, 2 is a peer's. Row 0 is of versions 0 and 1, row 1 of version 2."""
     groups = [make_training_group(size=2, seed=2), make_training_group("peer", size=1, seed=5)]
-    made = collate(groups, SETTINGS, policy)
+    made = collate(groups, SETTINGS.weight, policy)
     versions_BT = torch.full_like(made.versions_BT, -1)
     versions_BT[0, made.mask_BT[0]] = 1
     versions_BT[0, 0] = 0
@@ -48,7 +48,7 @@ class Model:
         self.changes: dict[str, Any] = {}
         self._weight = torch.zeros(1)
         ewma = None if beta is None else Ewma(self.learning(), beta=beta)
-        self.old = OldPolicy(cast("Trainer", self), self.step, snapshots=snapshots, ewma=ewma)
+        self.old = OldPolicy(cast("Trainer", self), self, snapshots=snapshots, ewma=ewma)
 
     def learning(self) -> dict[str, torch.Tensor]:
         return {"w": self._weight}
@@ -151,7 +151,7 @@ def test_no_room_for_a_copy_is_told_when_it_begins() -> None:
 
 def test_rows_of_a_batch_become_sequences(policy: Policy, make_training_group: Callable[..., Any]) -> None:
     groups = [make_training_group(seed=1), make_training_group(seed=2, temperature=0.7)]
-    found = sequences_of(collate(groups, SETTINGS, policy), (0, 5))
+    found = sequences_of(collate(groups, SETTINGS.weight, policy), (0, 5))
     for sequence, group, place in ((found[0], groups[0], 0), (found[1], groups[1], 1)):
         assert sequence.prompt_ids == group.prompt_ids
         assert sequence.token_ids == tuple(group.rollouts[place].tokens_T.tolist())
@@ -165,8 +165,8 @@ def test_noise_of_an_engine_shows_as_mismatch_and_steps_as_staleness(
     """mu is log pi of version 0 with noise of deviation 0.05, whose mean size is 0.05 sqrt(2 / pi)."""
     trainer = Trainer(policy, SETTINGS)
     snapshots = Snapshots(versions=4, max_bytes=1 << 30)
-    old = OldPolicy(trainer, trainer.step, snapshots=snapshots, ewma=None)
-    batch = collate([make_training_group(seed=seed) for seed in range(4)], SETTINGS, policy)
+    old = OldPolicy(trainer, trainer, snapshots=snapshots, ewma=None)
+    batch = collate([make_training_group(seed=seed) for seed in range(4)], SETTINGS.weight, policy)
     start = old.step(batch).logprobs_BT
     noise = torch.randn(start.shape, generator=torch.Generator().manual_seed(0))
     batch = dataclasses.replace(

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from node.rollout.policy import Policy
-from node.train.batch import collate
 from node.train.objectives import Reference
 from node.train.objectives.presets import ppo_clip
 from node.train.settings import TrainSettings
 from node.train.slow_fast import SlowFast, SlowFastSettings, SlowFastState
 from node.train.step import Trainer
+from node.weight.batch import collate
 from protocol.errors import ConfigError
 
 
@@ -134,7 +134,7 @@ def test_a_trainer_steps_as_by_hand(policy: Policy, make_training_group: Callabl
     """Against three steps, an interpolation and one more, written out, each measured against log pi of the
     first; moments are not repositioned, and all of it is one version."""
     settings = dataclasses.replace(TRAINED, own=ppo_clip(denominator=Reference.INGESTION))
-    batch = collate([make_training_group(seed=1)], settings, policy)
+    batch = collate([make_training_group(seed=1)], settings.weight, policy)
     by_hand = Trainer(policy, settings)
     trainer = Trainer(policy, dataclasses.replace(settings, slow_fast=SlowFastSettings()), policy_version=5)
     start = by_hand.state_dict()
@@ -161,7 +161,7 @@ def test_a_trainer_steps_as_by_hand(policy: Policy, make_training_group: Callabl
 def test_once_it_is_off_a_trainer_makes_plain_steps(
     policy: Policy, make_training_group: Callable[..., Any]
 ) -> None:
-    batch = collate([make_training_group(seed=1)], TRAINED, policy)
+    batch = collate([make_training_group(seed=1)], TRAINED.weight, policy)
     plain, off = Trainer(policy, TRAINED), Trainer(policy, SLOW_FAST)
     assert off.slow_fast is not None
     off.slow_fast.state = SlowFastState(on=False)
@@ -175,10 +175,10 @@ def test_once_it_is_off_a_trainer_makes_plain_steps(
 def test_a_step_that_is_not_finite_changes_nothing_and_is_not_observed(
     policy: Policy, make_training_group: Callable[..., Any]
 ) -> None:
-    batch = collate([make_training_group(seed=1)], TRAINED, policy)
+    batch = collate([make_training_group(seed=1)], TRAINED.weight, policy)
     trainer = Trainer(policy, SLOW_FAST)
     before = trainer.state_dict()
-    report = trainer.step(dataclasses.replace(batch, scale_B=batch.scale_B * float("nan")))
+    report = trainer.step(dataclasses.replace(batch, lambda_S=(float("nan"),) * len(batch.lambda_S)))
     assert (report.skipped, trainer.policy_version, trainer.updates, trainer.skipped_steps) == (True, 0, 0, 1)
     assert trainer.slow_fast is not None
     assert trainer.slow_fast.state == SlowFastState()

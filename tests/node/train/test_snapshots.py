@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from node.rollout.adapter import AdapterSpec
 from node.rollout.engine.base import TokenSequence
 from node.rollout.policy import Policy
-from node.train.batch import collate
 from node.train.settings import TrainSettings
 from node.train.snapshots import Snapshots
 from node.train.step import Trainer
+from node.weight.batch import collate
 from protocol.errors import ConfigError, LocalProtocolError
 
 ROOM = 1 << 30
@@ -157,7 +157,7 @@ def trained(
     snapshots = Snapshots(versions=steps + 1, max_bytes=ROOM)
     snapshots.keep(0, trainer.learning())
     seen = [trainer.logprobs(SEQUENCES)]
-    batch = collate([make(seed=1)], settings, policy)
+    batch = collate([make(seed=1)], settings.weight, policy)
     for _ in range(steps):
         trainer.step(batch)
         snapshots.keep(trainer.policy_version, trainer.learning())

@@ -16,10 +16,11 @@ from node.rollout.adapter import AdapterSpec
 from node.rollout.engine.base import TokenSequence
 from node.rollout.policy import Policy
 from node.train import step
-from node.train.batch import TrainingBatch, collate
 from node.train.objectives.presets import ppo_clip
-from node.train.settings import TrainSettings, Treatment
+from node.train.settings import TrainSettings
 from node.train.step import OutOfMemoryError, Trainer
+from node.weight.batch import TrainingBatch, collate
+from node.weight.settings import Treatment, WeightSettings
 from protocol.errors import ConfigError, ModelError
 from tests.node.train.conftest import gradients
 
@@ -51,7 +52,9 @@ def test_micro_batches_add_up(policy: Policy, batch: TrainingBatch) -> None:
 def test_loss_is_the_sum_of_source_means(policy: Policy, groups: list[Any]) -> None:
     """Against loops over single sequences, with PPO's clip for everybody and no compatibility weight in the
     way."""
-    settings = dataclasses.replace(SETTINGS, own=ppo_clip(clip_low=0.3, clip_high=0.1), external_weight=0.5)
+    settings = dataclasses.replace(
+        SETTINGS, own=ppo_clip(clip_low=0.3, clip_high=0.1), weight=WeightSettings(external_weight=0.5)
+    )
     groups = [dataclasses.replace(group, treatment=Treatment.OWN) for group in groups]
     model = policy.load_model().eval()
     sums, tokens = {"own": 0.0, "a": 0.0, "b": 0.0}, {"own": 0, "a": 0, "b": 0}
@@ -69,7 +72,7 @@ def test_loss_is_the_sum_of_source_means(policy: Policy, groups: list[Any]) -> N
     expected = sum(
         weight * sums[source] / tokens[source] for source, weight in (("own", 1), ("a", 1 / 3), ("b", 1 / 6))
     )
-    report = Trainer(policy, settings).step(collate(groups, settings, policy))
+    report = Trainer(policy, settings).step(collate(groups, settings.weight, policy))
     assert report.loss == pytest.approx(expected, abs=1e-5)
     assert sum(share.loss for share in report.sources) == pytest.approx(report.loss, abs=1e-5)
 
@@ -78,8 +81,8 @@ def test_padding_changes_nothing(policy: Policy, batch: TrainingBatch, make_trai
     """A long zero-advantage row in another source widens the batch but must not move the own gradient."""
     own = [make_training_group(seed=1), make_training_group(seed=2)]
     wide = make_training_group("long", seed=9, prompt_ids=(2, *range(5, 45), 3), advantages=(0.0,) * 4)
-    narrow = gradients(Trainer(policy, SETTINGS), collate(own, SETTINGS, policy))
-    widened = gradients(Trainer(policy, SETTINGS), collate([*own, wide], SETTINGS, policy))
+    narrow = gradients(Trainer(policy, SETTINGS), collate(own, SETTINGS.weight, policy))
+    widened = gradients(Trainer(policy, SETTINGS), collate([*own, wide], SETTINGS.weight, policy))
     for name, gradient in narrow.items():
         assert torch.allclose(widened[name], gradient, atol=1e-6, rtol=1e-4), name
 
@@ -198,7 +201,7 @@ def test_first_report(policy: Policy, make_training_group: Make) -> None:
         probs = torch.softmax(logits[len(group.prompt_ids) - 1 : -1] / 1.5, -1)
         total -= float((probs * probs.log()).sum())
         tokens += len(rollout.tokens_T)
-    batch = collate([group], SETTINGS, policy)
+    batch = collate([group], SETTINGS.weight, policy)
     first = trainer.step(batch)
     assert first.entropy == pytest.approx(total / tokens, abs=1e-5)
     assert first.kl_start == pytest.approx(0.0, abs=1e-6)
@@ -209,7 +212,7 @@ def test_first_report(policy: Policy, make_training_group: Make) -> None:
 def test_start_divergence_by_hand(policy: Policy, make_training_group: Make) -> None:
     group = make_training_group(seed=3)
     trainer = Trainer(policy, dataclasses.replace(SETTINGS, learning_rate=1e-2, warmup_steps=0))
-    batch = collate([group], SETTINGS, policy)
+    batch = collate([group], SETTINGS.weight, policy)
     trainer.step(batch)
     total, tokens = 0.0, 0
     for rollout in group.rollouts:
@@ -253,7 +256,7 @@ def test_on_policy_has_full_effective_size(policy: Policy, make_training_group: 
         dataclasses.replace(rollout, behaviour_T=logprobs, behaviour_sum=float(logprobs.sum()))
         for rollout, logprobs in zip(group.rollouts, scored, strict=True)
     )
-    batch = collate([dataclasses.replace(group, rollouts=rollouts)], SETTINGS, policy)
+    batch = collate([dataclasses.replace(group, rollouts=rollouts)], SETTINGS.weight, policy)
     [own] = Trainer(policy, SETTINGS).step(batch).sources
     assert own.gap == pytest.approx(0.0, abs=1e-5)
     assert own.ess == pytest.approx(1.0, abs=1e-5)
@@ -270,9 +273,9 @@ def test_stored_logprobs_are_the_old_policy(policy: Policy, make_training_group:
         for rollout in group.rollouts
     )
     again = dataclasses.replace(group, rollouts=stored, uses=1)
-    [share] = Trainer(policy, SETTINGS).step(collate([again], SETTINGS, policy)).sources
+    [share] = Trainer(policy, SETTINGS).step(collate([again], SETTINGS.weight, policy)).sources
     assert share.kept == 0.0
-    [share] = Trainer(policy, SETTINGS).step(collate([group], SETTINGS, policy)).sources
+    [share] = Trainer(policy, SETTINGS).step(collate([group], SETTINGS.weight, policy)).sources
     assert share.kept == 1.0
 
 
@@ -440,7 +443,7 @@ def test_only_the_adapter_learns_and_the_start_is_without_it(
         total += float((delta.exp() - 1 - delta).sum())
         tokens += len(rollout.tokens_T)
     assert total > 0
-    report = trainer.step(collate([group], LORA, policy))
+    report = trainer.step(collate([group], LORA.weight, policy))
     assert report.kl_start == pytest.approx(total / tokens, rel=1e-3)
 
 

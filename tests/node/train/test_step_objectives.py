@@ -15,10 +15,11 @@ import torch
 from node.rollout.engine.base import TokenSequence
 from node.rollout.policy import Policy
 from node.train import step
-from node.train.batch import TrainingBatch, collate
 from node.train.objectives import all_presets, open_objective
-from node.train.settings import TrainSettings, Treatment
+from node.train.settings import TrainSettings
 from node.train.step import Trainer
+from node.weight.batch import TrainingBatch, collate
+from node.weight.settings import Treatment
 from tests.node.train.conftest import gradients
 
 Make = Callable[..., Any]
@@ -47,7 +48,7 @@ def test_statistics_are_those_of_the_batch_whatever_the_micro_batches(
         make_training_group(seed=4, advantages=(1.0, -1.0, 1.0, -1.0)),
     ]
     settings = dataclasses.replace(SETTINGS, own=WHOLE[name])
-    batch = collate(nearer(policy, groups), settings, policy)
+    batch = collate(nearer(policy, groups), settings.weight, policy)
     whole = gradients(Trainer(policy, settings), batch)
     parts = gradients(Trainer(policy, dataclasses.replace(settings, micro_batch_tokens=60)), batch)
     for key, gradient in whole.items():
@@ -83,7 +84,7 @@ def test_one_micro_batch_costs_no_second_pass(
 
     monkeypatch.setattr(step, "completion_logprobs", counted)
     settings = dataclasses.replace(SETTINGS, own=WHOLE["sat"], measure_start_kl=False)
-    batch = collate(groups, settings, policy)
+    batch = collate(groups, settings.weight, policy)
     Trainer(policy, settings).step(batch)
     assert passes == [(20, True)]
     passes.clear()
@@ -126,7 +127,7 @@ def test_lags_are_those_of_each_token_or_of_the_group(policy: Policy, make_train
         )
         for group, rows in ((own, versions), (foreign, [np.zeros_like(e.tokens_T) for e in foreign.rollouts]))
     )
-    batch = collate([own, follower, foreign], SETTINGS, policy)
+    batch = collate([own, follower, foreign], SETTINGS.weight, policy)
     trainer = Trainer(policy, SETTINGS, policy_version=6)
     rows = torch.arange(12)
     inputs = trainer._inputs(batch, rows, torch.zeros(batch.mask_BT.shape))
@@ -143,7 +144,7 @@ def test_old_log_probabilities_of_the_batch_reach_the_objective(
     policy: Policy, make_training_group: Make
 ) -> None:
     settings = dataclasses.replace(SETTINGS, own=open_objective("copris"))
-    batch = collate([make_training_group(seed=1, advantages=(1.0,) * 4)], settings, policy)
+    batch = collate([make_training_group(seed=1, advantages=(1.0,) * 4)], settings.weight, policy)
     with pytest.raises(ValueError, match="gave no snapshot"):
         Trainer(policy, settings).step(batch)
     far = torch.full(batch.mask_BT.shape, -30.0)  # far below pi: clipped away
@@ -168,7 +169,7 @@ def test_every_preset_for_own_groups_makes_a_step(policy: Policy, make_training_
         own = preset.make(**dict.fromkeys(preset.required, 0.5))
         foreign = own if preset.foreign else SETTINGS.compat
         trainer.settings = dataclasses.replace(trainer.settings, own=own, compat=foreign)
-        batch = collate(groups, trainer.settings, policy)
+        batch = collate(groups, trainer.settings.weight, policy)
         old = dataclasses.replace(
             batch, snapshot_BT=batch.behaviour_BT + 0.1, ewma_BT=batch.behaviour_BT - 0.1
         )

@@ -14,7 +14,6 @@ import torch
 
 from node.config import SuperviseConfig
 from node.rollout.policy import Policy
-from node.train.batch import TrainingBatch, collate
 from node.train.objectives.presets import dppo_tv
 from node.train.old_policy import sequences_of
 from node.train.settings import TrainSettings
@@ -22,6 +21,7 @@ from node.train.slow_fast import SlowFastSettings
 from node.train.stability import RollBack, Sign
 from node.train.step import StepReport, Trainer
 from node.train.supervisor import Supervisor
+from node.weight.batch import TrainingBatch, collate
 from protocol.errors import UnstableError
 
 SETTINGS = TrainSettings(measure_start_kl=False, warmup_steps=0)
@@ -31,7 +31,9 @@ WIDE = SuperviseConfig(kl_step=0.0, ess=0.0, grad_norm=0.0)
 
 @pytest.fixture
 def batch(policy: Policy, make_training_group: Callable[..., Any]) -> TrainingBatch:
-    return collate([make_training_group(seed=1), make_training_group("peer", seed=2)], SETTINGS, policy)
+    return collate(
+        [make_training_group(seed=1), make_training_group("peer", seed=2)], SETTINGS.weight, policy
+    )
 
 
 def weights(trainer: Trainer) -> dict[str, bytes]:
@@ -160,7 +162,7 @@ def test_the_sample_size_of_the_own_tokens_is_watched(policy: Policy, batch: Tra
 def test_without_own_rollouts_or_rows_no_divergence_is_measured(
     policy: Policy, batch: TrainingBatch, make_training_group: Callable[..., Any]
 ) -> None:
-    foreign = collate([make_training_group("peer", seed=2)], SETTINGS, policy)
+    foreign = collate([make_training_group("peer", seed=2)], SETTINGS.weight, policy)
     assert Supervisor(Trainer(policy, SETTINGS), LIMITS).step(foreign).kl_step is None
     assert Supervisor(Trainer(policy, SETTINGS), SuperviseConfig(kl_rows=0)).step(batch).kl_step is None
 

@@ -21,7 +21,6 @@ from node.supervise import StageGauge
 from node.verify.base import BLAMELESS_REASONS, Candidate, Judgement
 from node.verify.pipeline import Verifier
 from node.verify.stage import UNCERTAIN_REASONS, VerifyStage
-from node.weight.answered import AnsweredPrompts
 from protocol.messages import PromptRef, RolloutGroup
 from tests.node.verify.world import (
     EOS,
@@ -43,8 +42,6 @@ class Bench:
         self.queue: asyncio.Queue[Fetched] = asyncio.Queue(64)
         self.pool = ReplayPool(16, 2, random.Random(0))
         self.peers = world.peers()
-        self.answered = AnsweredPrompts()
-        self.pooled = asyncio.Event()
         self.events: list[Event] = []
         self.gauge = StageGauge("verify", world.clock, "fetched bodies", 64, self.queue.qsize)
         bus = EventBus()
@@ -54,11 +51,9 @@ class Bench:
             queue=self.queue,
             pool=self.pool,
             peers=self.peers,
-            answered=self.answered,
             clock=world.clock,
             bus=bus,
             gauge=self.gauge,
-            pooled=self.pooled,
         )
 
     async def take(self, item: Candidate) -> GroupJudged:
@@ -123,12 +118,12 @@ def test_an_accepted_group_is_pooled_trusted_remembered_and_shown() -> None:
         item = candidate(group, arrived_at=EPOCH_MS - 5)
         event = await bench.take(item)
         rewards = tuple(each.reward for each in group.rollouts)
-        (pooled,) = bench.pool.draw(1)
+        ((pooled, uses),) = bench.pool.draw(1)
         assert (pooled.group, pooled.rewards, pooled.arrived_at) == (group, rewards, EPOCH_MS - 5)
         assert pooled.digest == item.announcement.body.digest
-        assert bench.pooled.is_set()
+        assert bench.pool.arrived.is_set()
+        assert uses == 0
         assert bench.standing(ALICE) == (1.0, 0.0, 0.0)
-        assert bench.answered.of(group.prompt.index) == {ALICE: rewards}
         assert (event.accepted, event.own, event.reason, event.author) == (True, False, "", ALICE)
         assert event.group == pooled.digest[:12]
         assert event.rewards == rewards
@@ -149,8 +144,7 @@ def test_a_false_reward_is_a_hard_failure_and_our_rewards_are_shown() -> None:
         assert (event.accepted, event.reason) == (False, "false_reward")
         assert event.rewards == true
         assert len(bench.pool) == 0
-        assert not bench.pooled.is_set()
-        assert bench.answered.of(group.prompt.index) == {}
+        assert not bench.pool.arrived.is_set()
         assert bench.standing(MALLORY) == (0.0, 0.0, 1.0)
         assert bench.rejected(MALLORY) == {"false_reward": 1}
         assert bench.peers.quarantined(MALLORY)
@@ -247,7 +241,7 @@ def test_with_verification_off_claims_are_believed_but_only_sane_ones() -> None:
         group = bench.world.group(MALLORY)
         lie = upside_down(group)
         assert (await bench.take(candidate(lie))).accepted
-        assert bench.pool.draw(1)[0].rewards == tuple(each.reward for each in lie.rollouts)
+        assert bench.pool.draw(1)[0][0].rewards == tuple(each.reward for each in lie.rollouts)
         for huge in (1e200, -1e300, 1001.0):
             rollouts = (msgspec.structs.replace(group.rollouts[0], reward=huge), *group.rollouts[1:])
             event = await bench.take(candidate(msgspec.structs.replace(group, rollouts=rollouts)))
@@ -276,6 +270,7 @@ class Says:
             checks=(),
             suspicions=(),
             group=self.group,
+            tokens=(),
             rewards=(),
         )
 

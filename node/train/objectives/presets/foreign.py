@@ -71,7 +71,7 @@ def graft(
 
     L_t = -c A clip(r, 0.2, 5), r = pi / pi_old, A the source group's. c = clip((l - lo) / (hi - lo), 0, 1): l
     is this model's mean log-probability of the text at ingestion, lo and hi are quantiles of the same over
-    its own rollouts. The gate is `node.train.groups.choose_treatment`. No public code: quantiles are ours,
+    its own rollouts. The gate is `node.weight.groups.choose_treatment`. No public code: quantiles are ours,
     the clip is a third party's.
     """
     controls = (Clamp(clip_low, clip_high), Usual(quantile_low, quantile_high))

@@ -19,9 +19,9 @@ from node.rollout.engine.base import EngineError, GenerationRequest, TokenSequen
 from node.rollout.engine.transformers import TransformersEngine
 from node.rollout.policy import Policy
 from node.supervise import StageGauge
-from node.train.batch import TrainingBatch, collate
 from node.train.settings import TrainSettings
 from node.train.step import Trainer
+from node.weight.batch import TrainingBatch, collate
 from node.weights.chain.bf16 import U16, to_bits, to_tensors
 from node.weights.engine_sync import EngineSync, SyncSettings
 from node.weights.merge.adopt import MergeAdoption
@@ -163,7 +163,7 @@ def policy(tiny_policy_path: Path) -> Policy:
 
 @pytest.fixture
 def bench(policy: Policy, make_training_group: Callable[..., Any]) -> Callable[..., Bench]:
-    batch = collate([make_training_group(seed=1)], SETTINGS, policy)
+    batch = collate([make_training_group(seed=1)], SETTINGS.weight, policy)
     return lambda **options: Bench(policy, batch, **options)
 
 

@@ -1,12 +1,12 @@
-"""From groups to one batch of padded tensors, with every weight already in a single factor per rollout.
+"""From groups to one batch of padded tensors, with the weight of each source.
 
-L = sum over sources of lambda_src L_src. Each source (this node, each peer) has its own denominator, its
-tokens or rollouts in this batch, so long foreign texts cannot drown the own gradient. lambda is 1 for the own
-source and `external_weight` x (groups of the peer / all external groups) for a peer. Trust scales numerators;
-lag and age have gated before. All of it is known before the first forward pass: `scale_B`. Not for: ratios
-and clips (`objectives`).
+L = sum over sources of lambda_src L_src. lambda is 1 for the own source (this node) and `external_weight` x
+(groups of the peer / all external groups) for a peer. Trust scales numerators; lag and age have gated before.
+The trainer divides by each source's own tokens or rollouts, as the objective's aggregation says
+(`node/train/objectives/aggregation.py`). Not for ratios and clips (`node/train/objectives`).
 
-Groups are checked first (`check_group`); a bad one raises TrainingDataError before any tensor exists.
+Each group is checked once, here (`check_group`). A bad external one is left out and named in `refused`; a bad
+own one is our bug and raises before any tensor exists. External groups without any advantage are left out.
 Letters: B rollouts, L prompt + completion (right-padded), T completion, S sources, N own rollouts.
 """
 
@@ -20,9 +20,15 @@ import torch
 from torch import Tensor
 
 from node.rollout.policy import Policy
-from node.train.groups import OWN_SOURCE, Kind, TrainingGroup, check_group, mean_logprob
-from node.train.objectives.aggregation import row_scale
-from node.train.settings import TrainSettings, Treatment
+from node.weight.groups import (
+    OWN_SOURCE,
+    Kind,
+    TrainingDataError,
+    TrainingGroup,
+    check_group,
+    mean_logprob,
+)
+from node.weight.settings import Treatment, WeightSettings
 
 __all__ = ["TrainingBatch", "collate"]
 
@@ -44,15 +50,13 @@ class TrainingBatch:
     versions_BT: Tensor
     """Version of the own lineage that generated each token; -1 where unknown, as in other models' groups."""
     lag_B: Tensor
-    """Of the group, in versions of its lineage."""
+    """Lag of the row's group, in versions of its lineage."""
     advantages_B: Tensor
     rewards_B: Tensor
     temperature_B: Tensor
     uses_B: Tensor
-    scale_B: Tensor
-    """lambda x trust / denominator: factor of each token loss of the row."""
     treatments: tuple[Treatment, ...]
-    """Of each row."""
+    """Treatment of each row."""
     own_B: Tensor
     """True in rows of the own source."""
     own_lineage_B: Tensor
@@ -64,6 +68,8 @@ class TrainingBatch:
     own_mean_logprobs_N: Tensor
     own_tokens_N: Tensor
     groups: tuple[TrainingGroup, ...]
+    refused: tuple[tuple[str, TrainingDataError], ...] = ()
+    """(source, error) of each external group that was left out for its numbers."""
     snapshot_BT: Tensor | None = None
     """log pi_old by the version that generated each token, or the nearest kept; NaN where there is none.
     Filled before the step (`old_policy.py`) for objectives that need it."""
@@ -73,7 +79,7 @@ class TrainingBatch:
     """log pi by a moving average of the weights, likewise."""
 
     def lags(self, policy_version: int) -> Tensor:
-        """Of each token, in versions behind this one; that of the group where its version is unknown."""
+        """Lag of each token, in versions behind this one; that of the group where its version is unknown."""
         behind_BT = (policy_version - self.versions_BT).float()
         return torch.where(self.versions_BT < 0, self.lag_B[:, None], behind_BT).clamp(min=0.0)
 
@@ -83,15 +89,13 @@ class TrainingBatch:
         return replace(self, ingestion_BT=torch.where(first_use_B, logprobs_BT, self.ingestion_BT))
 
 
-def collate(groups: Sequence[TrainingGroup], settings: TrainSettings, policy: Policy) -> TrainingBatch:
-    """Check and pad. Raises TrainingDataError."""
+def collate(groups: Sequence[TrainingGroup], settings: WeightSettings, policy: Policy) -> TrainingBatch:
+    """Check and pad. Raises TrainingDataError for an own group, ValueError where no group is left."""
+    groups, refused = _usable(groups, settings, policy)
     if not groups:
         raise ValueError("a batch needs at least one group")
-    for group in groups:
-        check_group(group, settings, policy)
     sources = tuple(dict.fromkeys(group.source for group in groups))
     lambda_S = _lambdas(groups, sources, settings.external_weight)
-    scales = _scales(groups, dict(zip(sources, lambda_S, strict=True)), settings)
 
     rows = [(group, place) for group in groups for place in range(len(group.rollouts))]
     count = len(rows)
@@ -129,7 +133,6 @@ def collate(groups: Sequence[TrainingGroup], settings: TrainSettings, policy: Po
         rewards_B=_floats([group.rewards[place] for group, place in rows]),
         temperature_B=_floats([group.temperature for group, _ in rows]),
         uses_B=_floats([float(group.uses) for group, _ in rows]),
-        scale_B=_floats(scales),
         treatments=tuple(group.treatment for group, _ in rows),
         own_B=torch.tensor([group.source == OWN_SOURCE for group, _ in rows]),
         own_lineage_B=torch.tensor([group.kind is not Kind.FOREIGN for group, _ in rows]),
@@ -139,7 +142,28 @@ def collate(groups: Sequence[TrainingGroup], settings: TrainSettings, policy: Po
         own_mean_logprobs_N=_floats([mean_logprob(rollout) for rollout in own]),
         own_tokens_N=_floats([float(len(rollout.tokens_T)) for rollout in own]),
         groups=tuple(groups),
+        refused=tuple(refused),
     )
+
+
+def _usable(
+    groups: Sequence[TrainingGroup], settings: WeightSettings, policy: Policy
+) -> tuple[list[TrainingGroup], list[tuple[str, TrainingDataError]]]:
+    """Groups to train on, and (source, error) of the external ones that must not be."""
+    usable: list[TrainingGroup] = []
+    refused: list[tuple[str, TrainingDataError]] = []
+    for group in groups:
+        own = group.source == OWN_SOURCE
+        try:
+            check_group(group, settings, policy)
+        except TrainingDataError as error:
+            if own:
+                raise
+            refused.append((group.source, error))
+            continue
+        if own or any(group.advantages):
+            usable.append(group)
+    return usable, refused
 
 
 def _lambdas(
@@ -152,29 +176,6 @@ def _lambdas(
         else external_weight * sum(group.source == source for group in groups) / external
         for source in sources
     )
-
-
-def _scales(
-    groups: Sequence[TrainingGroup], lambdas: dict[str, float], settings: TrainSettings
-) -> list[float]:
-    source_tokens = dict.fromkeys(lambdas, 0)
-    source_rows = dict.fromkeys(lambdas, 0)
-    for group in groups:
-        source_rows[group.source] += len(group.rollouts)
-        source_tokens[group.source] += sum(len(rollout.tokens_T) for rollout in group.rollouts)
-    return [
-        lambdas[group.source]
-        * group.trust
-        * row_scale(
-            settings.objective(group.treatment).aggregation,
-            row_tokens=len(rollout.tokens_T),
-            source_tokens=source_tokens[group.source],
-            source_rows=source_rows[group.source],
-            norm_tokens=settings.length_norm_tokens,
-        )
-        for group in groups
-        for rollout in group.rollouts
-    ]
 
 
 def _floats(values: Sequence[float]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Collation: padding, denominators per source, trust in numerators only."""
+"""Collation: what is refused, padding, denominators per source, trust in numerators only."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from node.config import load_config
 from node.open.settings import train_settings
 from node.rollout.policy import Policy
 from node.state.paths import bundled
-from node.train.batch import collate
-from node.train.groups import TrainingRollout, external_group, own_group
 from node.train.objectives import Aggregation
 from node.train.objectives.presets import dppo_tv
-from node.train.settings import TrainSettings, Treatment
+from node.train.scales import loss_scales
+from node.train.settings import TrainSettings
+from node.weight.batch import collate
+from node.weight.by_group import ByGroup
+from node.weight.groups import TrainingDataError, TrainingRollout
+from node.weight.settings import Treatment, WeightSettings
 from protocol.charter import found
 from protocol.identity import Identity
 
@@ -42,7 +45,7 @@ def test_padding_by_hand(policy: Policy, make_training_group: Make) -> None:
         advantages=(0.5, -0.5),
         temperature=0.7,
     )
-    batch = collate([group, dataclasses.replace(group, prompt_ids=(2, 3))], SETTINGS, policy)
+    batch = collate([group, dataclasses.replace(group, prompt_ids=(2, 3))], SETTINGS.weight, policy)
     assert batch.tokens_BL.tolist() == [
         [2, 5, 3, 7, 8, 1],
         [2, 5, 3, 9, 0, 0],
@@ -67,12 +70,12 @@ def test_each_source_has_its_own_denominator(policy: Policy, make_training_group
         make_training_group("a", seed=3),
         make_training_group("b", seed=4),
     ]
-    batch = collate(groups, dataclasses.replace(SETTINGS, external_weight=0.6), policy)
+    batch = collate(groups, WeightSettings(external_weight=0.6), policy)
     assert batch.sources == ("own", "a", "b")
     # three external groups: a has two thirds of 0.6, b one third
     assert batch.lambda_S == pytest.approx((1.0, 0.4, 0.2))
     tokens_a = sum(lengths(groups[1]) + lengths(groups[2]))
-    scale = batch.scale_B.tolist()
+    scale = loss_scales(batch, SETTINGS).tolist()
     assert scale[0:4] == pytest.approx([1 / sum(lengths(groups[0]))] * 4)
     assert scale[4:8] == pytest.approx([0.4 * 0.5 / tokens_a] * 4)  # trust is in no denominator
     assert scale[8:12] == pytest.approx([0.4 / tokens_a] * 4)
@@ -82,31 +85,53 @@ def test_each_source_has_its_own_denominator(policy: Policy, make_training_group
 def test_external_groups_weigh_the_same_however_many(policy: Policy, make_training_group: Make) -> None:
     for count in (1, 3, 6):
         groups = [make_training_group(seed=0), *(make_training_group(f"p{i}", seed=i) for i in range(count))]
-        assert sum(collate(groups, SETTINGS, policy).lambda_S) == pytest.approx(2.0)
+        assert sum(collate(groups, SETTINGS.weight, policy).lambda_S) == pytest.approx(2.0)
 
 
 def test_rollout_means(policy: Policy, make_training_group: Make) -> None:
     group = make_training_group(seed=1)
     by_rollout = dataclasses.replace(SETTINGS, own=dppo_tv(aggregation=Aggregation.SEQ_MEAN_TOKEN_MEAN))
-    assert collate([group], by_rollout, policy).scale_B.tolist() == pytest.approx(
+    batch = collate([group], SETTINGS.weight, policy)
+    assert loss_scales(batch, by_rollout).tolist() == pytest.approx(
         [1 / (4 * length) for length in lengths(group)]
     )
     constant = dataclasses.replace(SETTINGS, own=dppo_tv(aggregation=Aggregation.SEQ_MEAN_TOKEN_SUM_NORM))
-    assert collate([group], constant, policy).scale_B.tolist() == pytest.approx([1 / (4 * 16)] * 4)
+    assert loss_scales(batch, constant).tolist() == pytest.approx([1 / (4 * 16)] * 4)
 
 
 def test_without_own_groups_nothing_is_usual(policy: Policy, make_training_group: Make) -> None:
     group = make_training_group("peer", treatment=Treatment.GRAFT)
-    batch = collate([group], SETTINGS, policy)
+    batch = collate([group], SETTINGS.weight, policy)
     assert batch.own_mean_logprobs_N.tolist() == []
     assert batch.lambda_S == (1.0,)
     assert not batch.own_B.any()
     assert torch.equal(batch.source_B, torch.zeros(4, dtype=torch.int64))
 
 
+def test_a_bad_group_of_a_peer_is_left_out_and_named(policy: Policy, make_training_group: Make) -> None:
+    own, good = make_training_group(seed=1), make_training_group("good", seed=2)
+    bad = make_training_group("bad", seed=3, trust=float("nan"))
+    batch = collate([own, bad, good], SETTINGS.weight, policy)
+    assert batch.groups == (own, good)
+    [(source, error)] = batch.refused
+    assert (source, error.group, error.reason) == ("bad", "group3", "training_data")
+
+
+def test_a_bad_own_group_is_our_bug(policy: Policy, make_training_group: Make) -> None:
+    own = make_training_group(seed=1, rewards=(0.0, 0.0, 0.0, 5000.0))
+    with pytest.raises(TrainingDataError, match="reward 5000"):
+        collate([own], SETTINGS.weight, policy)
+
+
+def test_a_peers_group_that_teaches_nothing_is_left_out(policy: Policy, make_training_group: Make) -> None:
+    own, idle = (make_training_group(source, advantages=(0.0,) * 4) for source in ("own", "peer"))
+    batch = collate([own, idle], SETTINGS.weight, policy)
+    assert (batch.groups, batch.refused) == ((own,), ())
+
+
 def test_empty_batch(policy: Policy) -> None:
     with pytest.raises(ValueError, match="at least one group"):
-        collate([], SETTINGS, policy)
+        collate([], SETTINGS.weight, policy)
 
 
 def test_dr_grpo_divides_by_a_constant_length(policy: Policy, make_training_group: Make) -> None:
@@ -120,20 +145,11 @@ def test_dr_grpo_divides_by_a_constant_length(policy: Policy, make_training_grou
     settings = train_settings(config, charter)
     rewards = (1.0, 0.0, 0.0, 0.0)
     drawn = make_training_group(seed=1)
-    own = own_group("own", drawn.prompt_ids, drawn.rollouts, rewards, settings.treatment)
-    theirs = external_group(
-        "peer",
-        "theirs",
-        drawn.prompt_ids,
-        drawn.rollouts,
-        rewards,
-        settings.treatment,
-        own_rewards=None,
-        capability={},
-        trust=0.5,
-    )
-    batch = collate([own, theirs], settings, policy)
-    assert (batch.scale_B * batch.advantages_B).tolist() == pytest.approx(
+    own = dataclasses.replace(drawn, rewards=rewards)
+    theirs = dataclasses.replace(own, source="peer", trust=0.5)
+    groups = ByGroup(dataclasses.replace(settings.weight, force=Treatment.COMPAT)).treat([own, theirs])
+    batch = collate(groups, settings.weight, policy)
+    assert (loss_scales(batch, settings) * batch.advantages_B).tolist() == pytest.approx(
         [0.75 / 36, -0.25 / 36, -0.25 / 36, -0.25 / 36, 0.375 / 36, -0.125 / 36, -0.125 / 36, -0.125 / 36]
     )
     plain = train_settings(load_config([], {"weight.advantage": "grpo"}), charter)
