@@ -22,7 +22,7 @@ from enum import StrEnum
 from statistics import median
 
 from node.config import SuperviseConfig
-from node.weights.merge.gate import judge
+from node.train.gate import judge
 from protocol.errors import UnstableError
 
 __all__ = ["Alarm", "RollBack", "Sign", "StepSigns", "Watch"]
@@ -112,7 +112,7 @@ class Watch:
 
     def probe(self, rewards: Sequence[float]) -> Alarm | None:
         """Judge the rewards of the probe's prompts, always in the same order; good ones are what the next are
-        held against. Too few prompts (`merge_gate.MIN_PROMPTS`) say nothing. Raises LocalProtocolError for
+        held against. Too few prompts (`gate.MIN_PROMPTS`) say nothing. Raises LocalProtocolError for
         another number of prompts or rewards that are not finite."""
         limits = self.limits
         reference = self._reference if self._reference is not None else tuple(rewards)

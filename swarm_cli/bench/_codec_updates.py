@@ -24,9 +24,10 @@ from node.rollout.policy import Policy
 from node.train.settings import TrainSettings
 from node.weights.chain.bf16 import U16, to_bits
 from protocol.messages import Sampling
+from protocol.rollouts import parse_tokens
 from swarm_cli.bench.measure import Say
 
-__all__ = ["Update", "UpdateKind", "make_update"]
+__all__ = ["Update", "UpdateKind", "make_update", "spread"]
 
 STEPS = 12
 """Adam's steps until the one that is measured, that one included."""
@@ -80,7 +81,7 @@ def _train(policy: Policy, kind: UpdateKind, say: Say) -> Update:
     torch.manual_seed(SEED)
     model = policy.load_model()
     if kind.spread:
-        _spread(model)
+        spread(model)
     parameters = dict(model.named_parameters())
     optimiser = torch.optim.AdamW(
         parameters.values(),
@@ -93,7 +94,7 @@ def _train(policy: Policy, kind: UpdateKind, say: Say) -> Update:
     for step in range(kind.steps):
         first = step * PROMPTS_PER_STEP % len(rollouts)
         for group in rollouts[first : first + PROMPTS_PER_STEP]:
-            _loss(model, *group).backward()  # type: ignore[no-untyped-call]
+            torch.autograd.backward(_loss(model, *group))
         torch.nn.utils.clip_grad_norm_(parameters.values(), settings.max_grad_norm)
         optimiser.step()
         optimiser.zero_grad(set_to_none=True)
@@ -115,9 +116,10 @@ def _rollouts(policy: Policy) -> list[tuple[torch.Tensor, int]]:
             for place, prompt in enumerate(prompts)
         ]
         groups = engine.generate(requests)
+        answers = [[parse_tokens(answer).token_ids_T.tolist() for answer in group] for group in groups]
         return [
-            (torch.tensor([prompt + tuple(answer.token_ids) for answer in group]), len(prompt))
-            for prompt, group in zip(prompts, groups, strict=True)
+            (torch.tensor([[*prompt, *ids] for ids in group]), len(prompt))
+            for prompt, group in zip(prompts, answers, strict=True)
         ]
     finally:
         engine.close()
@@ -125,7 +127,7 @@ def _rollouts(policy: Policy) -> list[tuple[torch.Tensor, int]]:
 
 def _loss(model: torch.nn.Module, ids: torch.Tensor, prompt: int) -> torch.Tensor:
     """The policy gradient's loss of a group's rows of ids; advantages are drawn anew at every step."""
-    logits = model(input_ids=ids, use_cache=False).logits[:, prompt - 1 : -1]
+    logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits[:, prompt - 1 : -1]
     logprobs = logits.log_softmax(-1).gather(-1, ids[:, prompt:, None]).squeeze(-1)
     advantages = torch.randn(len(ids))
     advantages = (advantages - advantages.mean()) / advantages.std()
@@ -133,7 +135,7 @@ def _loss(model: torch.nn.Module, ids: torch.Tensor, prompt: int) -> torch.Tenso
 
 
 @torch.no_grad()
-def _spread(model: torch.nn.Module) -> None:
+def spread(model: torch.nn.Module) -> None:
     """Masters to anywhere in their bf16 cells: the lower 16 bits, which were zero, become any that round
     back."""
     for parameter in model.parameters():

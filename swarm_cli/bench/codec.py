@@ -88,21 +88,21 @@ def bench_codec(policy: Policy, cache: Path, size: Size, say: Say) -> dict[str, 
 
 def _measure(update: Update, engine: TransformersEngine, rounds: int) -> dict[str, Any]:
     base, new = update.base, update.new
-    digests = {"base_digest": delta.weights_digest(base)}
+    base_digest = delta.weights_digest(base)
     cores = len(os.sched_getaffinity(0))
-    data = delta.encode(base, new, **digests)
-    got = delta.decode(base, data, **digests)
+    data = delta.encode(base, new, base_digest=base_digest)
+    got = delta.decode(base, data, base_digest=base_digest)
     lossless = all(np.array_equal(got[name], new[name]) for name in new)
     mine = {name: array.copy() for name, array in base.items()}
 
     def encode(threads: int) -> Callable[[], object]:
-        return lambda: delta.encode(base, new, **digests, threads=threads)
+        return lambda: delta.encode(base, new, base_digest=base_digest, threads=threads)
 
     def decode(threads: int) -> Callable[[], object]:
-        return lambda: delta.decode(base, data, **digests, threads=threads)
+        return lambda: delta.decode(base, data, base_digest=base_digest, threads=threads)
 
     def apply() -> None:
-        delta.apply(mine, data, **digests, threads=cores)
+        delta.apply(mine, data, base_digest=base_digest, threads=cores)
 
     apply_s = _best(apply, time.perf_counter, rounds, lambda: _copy(base, mine))
     lossless &= all(np.array_equal(mine[name], new[name]) for name in new)
@@ -130,7 +130,7 @@ def _measure(update: Update, engine: TransformersEngine, rounds: int) -> dict[st
         },
         "apply_s": apply_s,
         "engine_s": _best(lambda: engine.update(tensors, 1), time.perf_counter, rounds),
-        "extra_bytes": {"encode": _peak(encode(1)), "apply": _peak_of_apply(base, data, digests)},
+        "extra_bytes": {"encode": _peak(encode(1)), "apply": _peak_of_apply(base, data, base_digest)},
     }
 
 
@@ -165,9 +165,9 @@ def _peak(run: Callable[[], object]) -> int:
         tracemalloc.stop()
 
 
-def _peak_of_apply(base: dict[str, U16], data: bytes, digests: dict[str, str]) -> int:
+def _peak_of_apply(base: dict[str, U16], data: bytes, base_digest: str) -> int:
     mine = {name: array.copy() for name, array in base.items()}
-    return _peak(lambda: delta.apply(mine, data, **digests))
+    return _peak(lambda: delta.apply(mine, data, base_digest=base_digest))
 
 
 def _copy(source: dict[str, U16], target: dict[str, U16]) -> None:

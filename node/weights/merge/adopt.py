@@ -8,7 +8,7 @@
 No version number ever means two policies, also for the rollouts that the engine goes on generating during the
 probe: v + 1 are the merged weights, published or not. Either way the trainer's weights reach the engine as
 after a step, and are probed (`EngineSync.replace`). Training stands still meanwhile: this is a stage's
-call, not a loop. Not for making merges (`merger.py`) nor for the statistics (`gate.py`).
+call, not a loop. Not for making merges (`merger.py`) nor for the statistics (`node/train/gate.py`).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from node.events import MergeJudged, NoticeLevel
 from node.rollout.engine.base import EngineError
 from node.runtime import Runtime
 from node.train.evaluate import HeldOut
+from node.train.gate import GateResult, judge
 from node.train.step import Trainer
 from node.weights.chain.bf16 import to_tensors
 from node.weights.engine_sync import EngineSync
-from node.weights.merge.gate import GateResult, judge
 from node.weights.merge.merger import Merger
 
 __all__ = ["MergeAdoption"]

@@ -22,6 +22,7 @@ from collections.abc import Collection
 
 from node.events import NoticeLevel
 from node.membership import Membership
+from node.peers.backoff import Backoff
 from node.runtime import Runtime
 from node.transport.base import Stream
 from node.transport.limits import KeyedTokenBuckets
@@ -47,6 +48,7 @@ _CHANGES = 3
 """New contributions or removals of one author in a round: one, and older ones that others still hold."""
 _SLICE = 16
 """Contributions, each with a signature to check, between two turns of the event loop."""
+_REMEMBERED_PEERS = 256
 _MAX_REQUEST_BYTES = 512
 _MAX_REPLY_BYTES = 512
 _ITEMS_PER_S, _ITEM_BURST = 64.0, 16 * MAX_CONTRIBUTIONS
@@ -85,6 +87,8 @@ class MergeExchange:
         """Sets of partners that were taken as a whole in this round."""
         self._aside: set[PeerId] = set()
         """Partners whose answer was wrong in this round."""
+        self._rests: Backoff[PeerId] = Backoff(POLL_S, _ASK_S, max_keys=_REMEMBERED_PEERS)
+        """When partners that did not answer are asked again."""
         self._turn = 0
         self._network.transport.serve(MERGE_PROTOCOL, self._serve)
 
@@ -146,11 +150,12 @@ class MergeExchange:
             await asyncio.gather(*asking.values(), return_exceptions=True)
 
     def _next_partners(self, asking: Collection[PeerId]) -> list[PeerId]:
-        me = self._membership.peer_id
+        me, now_s = self._membership.peer_id, self._runtime.monotonic_s()
         idle = [
             peer_id
             for peer_id in self.partners()
             if peer_id != me and peer_id not in asking and peer_id not in self._aside
+            if not self._rests.ready_in_s(peer_id, now_s)
         ]
         start = self._turn % len(idle) if idle else 0
         self._turn += _FANOUT
@@ -162,13 +167,15 @@ class MergeExchange:
         """Take in what one partner has heard. What is wrong with its answer is counted against it."""
         try:
             await self._take_from(peer_id)
-        except DeadlineError:
-            self._peers.refused(peer_id, "deadline")
-        except TransportError:
-            pass  # it is not there
+        except (DeadlineError, TransportError) as error:
+            if isinstance(error, DeadlineError):
+                self._peers.refused(peer_id, "deadline")
+            self._rests.failed(peer_id, self._runtime.monotonic_s())
         except RemoteProtocolError as error:
             self._peers.refused(peer_id, error.reason)
             self._aside.add(peer_id)
+        else:
+            self._rests.succeeded(peer_id)
 
     async def _take_from(self, peer_id: PeerId) -> None:
         try:

@@ -14,7 +14,7 @@ middle of one waits for the next. What all contributions start from is the base 
 also who missed a merge, refused one or joined later: nothing is rebased on a merge.
 
 A merge that was made waits for `take`, the newest one only. A node whose engine has failed for good takes its
-contribution back and makes no other. Not for judging a merge (`gate.py`) nor for the rule by which
+contribution back and makes no other. Not for judging a merge (`node/train/gate.py`) nor for the rule by which
 contributions become weights (`resolve.py`).
 """
 

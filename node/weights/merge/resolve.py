@@ -18,8 +18,8 @@ compared, time can. `trimmed`: per weight, without the least and the greatest va
 2012.10333; CORE, radius and number of rounds are ours), from v = 0, the common base. The latter two weigh all
 alike: an author can lie about its date, and they are for swarms where authors lie.
 
-Not here: who may contribute (`contributions.py`), whether the result is any good (`gate.py`), whether bits
-are what a link promises (`protocol.delta.decode` has checked that), and trust, since every node has its own.
+Not here: who may contribute (`exchange.py`), whether the result is any good (`node/train/gate.py`), whether
+bits are what a link promises (`protocol.delta.decode` has checked that), and trust: each node has its own.
 """
 
 from __future__ import annotations

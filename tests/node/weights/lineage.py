@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
@@ -219,11 +219,15 @@ class Member:
             self.sharing,
         )
 
-    def follow(self, base: Mapping[str, U16]) -> Tracker:
-        """Begin to follow, as a task."""
+    def follow(
+        self,
+        base: Mapping[str, U16],
+        on_version: Callable[[int, dict[str, U16]], Awaitable[None]] | None = None,
+    ) -> Tracker:
+        """Begin to follow, as a task; what `on_version` is given is kept here without one."""
         made = Base(base, weights_digest(base))
         self.tracker = Tracker(
-            self.runtime, self.lineage, made, self.sharing, useless_blobs(), self._on_version
+            self.runtime, self.lineage, made, self.sharing, useless_blobs(), on_version or self._on_version
         )
         self.task = asyncio.create_task(self.tracker.run())
         return self.tracker

@@ -113,7 +113,7 @@ def test_spread_masters_round_to_the_same_weights() -> None:
         layer.weight[1] = -0.0
         layer.weight[2] = 1.0
     before = layer.weight.detach().clone()
-    _codec_updates._spread(layer)
+    _codec_updates.spread(layer)
     after = layer.weight.detach()
     assert (after != before).float().mean() > 0.99
     bits = [each.to(torch.bfloat16).view(torch.int16) for each in (before, after)]

@@ -422,12 +422,11 @@ def test_what_on_version_raises_ends_the_run(tmp_path):
     async def main() -> None:
         async with running(Swarm(tmp_path, 2)) as (owner, follower):
             weights = Weights(SHAPES)
-            tracker = follower.follow(weights.base)
 
             async def broken(version: int, bits: object) -> None:
                 raise Broken
 
-            tracker._on_version = broken
+            follower.follow(weights.base, on_version=broken)
             await publish(owner.publisher(weights.base), weights, range(1))
             with pytest.raises(Broken):
                 await follower.task

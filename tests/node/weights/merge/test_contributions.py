@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import msgspec
@@ -75,8 +76,8 @@ def of(*operations: SignedLink | SignedRemoval, max_authors: int = 64) -> MergeS
 
 
 def joined(*sets: MergeSet) -> MergeSet:
-    made = empty(sets[0]._max_authors)
-    for each in sets:
+    made = copy.deepcopy(sets[0])
+    for each in sets[1:]:
         made.join(each)
     return made
 

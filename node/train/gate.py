@@ -1,4 +1,4 @@
-"""Whether a merge is adopted: only if a held-out probe does not get worse at its lower confidence bound.
+"""Whether weights are kept: only if held-out prompts are not answered worse, at a lower confidence bound.
 
     rewards of the same prompts before and after (held out, same seeds) --judge--> GateResult
 
@@ -6,7 +6,8 @@ A one-sided Student bound on the mean of the paired differences. Why not a boots
 and resampling few prompts makes its bound too high, the wrong side to err on. The bound is the usual
 approximation where rewards are not normal; with MIN_PROMPTS or more, at a nominal 5 %, no more than about 6 %
 of harmless or slightly harmful merges of 0/1 rewards pass by luck (tests). Every node judges for itself, by
-how much its own policy gains. Not for the probe nor for what follows from it (`adopt.py`).
+how much its own policy gains. For merges, and for steps that are taken back. Not for the probe nor for what
+follows from it (`node/weights/merge/adopt.py`, `stability.py`).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from node.weights.merge.gate import MIN_PROMPTS, judge, student_quantile
+from node.train.gate import MIN_PROMPTS, judge, student_quantile
 from protocol.errors import LocalProtocolError
 
 MIXED = [0.0, 1.0] * 16
