@@ -30,6 +30,13 @@ class SocketChannel(ByteChannel):
         except (EOFError, OSError) as error:
             raise TransportError(f"the stream ended early: {error}") from None
 
+    def write_now(self, data: bytes) -> bool:
+        transport = self._writer.transport
+        if transport.is_closing() or transport.get_write_buffer_size():
+            return False
+        self._writer.write(data)
+        return True
+
     async def write(self, data: bytes) -> None:
         try:
             self._writer.write(data)

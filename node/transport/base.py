@@ -85,8 +85,9 @@ class Stream(ABC):
     peer_id: PeerId
 
     @abstractmethod
-    async def send(self, frame: bytes) -> None:
-        """Send one frame. Raises `LocalProtocolError` above MAX_FRAME_BYTES, `TransportError` when closed."""
+    async def send(self, *frames: bytes) -> None:
+        """Send these frames, in one write. Raises `LocalProtocolError` for one above MAX_FRAME_BYTES,
+        `TransportError` when closed."""
 
     @abstractmethod
     async def receive(self, max_bytes: int = MAX_FRAME_BYTES) -> bytes:

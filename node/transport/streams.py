@@ -3,7 +3,9 @@
 A transport brings a `ByteChannel` (exact reads, writes with backpressure); `FramedStream` puts capped frames
 and deadlines on it, and `StreamGate` runs the handlers of incoming streams: caps and token bucket before a
 byte is read, one deadline per handler, whatever it raises ends that stream only. Data passes peer -> channel
--> frame -> handler. Not for the content of frames.
+-> frame -> handler. Weights come in tens of frames a second and stream, so a frame costs little: frames sent
+together are one write, a write that need not wait has no timer, and the deadline of reading is one timer that
+moves on when it fires. Not for the content of frames.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from node.transport.base import Stream, StreamHandler, TransportLimits
 from node.transport.limits import MAX_BUGS_TOLD, FirstTimes, KeyedTokenBuckets, Refusals
 from protocol.constants import MAX_FRAME_BYTES
 from protocol.errors import DeadlineError, RemoteProtocolError, TransportError
-from protocol.frames import FRAME_PREFIX_BYTES, encode_frame, frame_length
+from protocol.frames import FRAME_PREFIX_BYTES, encode_frames, frame_length
 from protocol.messages import PeerId
 
 __all__ = ["ByteChannel", "FramedStream", "StreamGate"]
@@ -34,6 +36,11 @@ class ByteChannel(ABC):
     async def read_exactly(self, count: int) -> bytes:
         """Exactly `count` bytes; memory grows only with what arrives. An early end is a `TransportError`."""
 
+    def write_now(self, data: bytes) -> bool:
+        """Send all of it if nothing that was sent before is still waiting here; whether it did. Never
+        waits."""
+        return False
+
     @abstractmethod
     async def write(self, data: bytes) -> None:
         """Send, waiting while the other side does not read."""
@@ -42,22 +49,34 @@ class ByteChannel(ABC):
     def close(self) -> None:
         """Close both directions; never raises."""
 
+    def abort(self) -> None:
+        """Close without waiting for what was written; whoever reads fails at once."""
+        self.close()
+
 
 class FramedStream(Stream):
-    """Frames over a byte channel, each within `timeout_s`. After any error the stream is closed."""
+    """Frames over a byte channel, each within `timeout_s`. After any error the stream is closed. One task
+    at a time may receive, and one may send."""
 
     def __init__(self, peer_id: PeerId, channel: ByteChannel, timeout_s: float) -> None:
         self.peer_id = peer_id
-        self._channel = channel
+        self.channel = channel
+        """The bytes below the frames: what a hostile peer can write to."""
         self._timeout_s = timeout_s
         self._closed = False
+        self._due_s: float | None = None
+        """When the frame that is being received must be here, on the loop's clock."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._late = False
 
-    async def send(self, frame: bytes) -> None:
-        data = encode_frame(frame)
+    async def send(self, *frames: bytes) -> None:
+        data = encode_frames(frames)
         self._raise_if_closed()
+        if self.channel.write_now(data):
+            return
         try:
             async with asyncio.timeout(self._timeout_s):
-                await self._channel.write(data)
+                await self.channel.write(data)
         except TimeoutError:
             await self.close()
             raise DeadlineError(f"sending a frame to {self.peer_id}", self._timeout_s) from None
@@ -67,20 +86,39 @@ class FramedStream(Stream):
 
     async def receive(self, max_bytes: int = MAX_FRAME_BYTES) -> bytes:
         self._raise_if_closed()
+        loop = asyncio.get_running_loop()
+        self._due_s = loop.time() + self._timeout_s
+        if self._timer is None:
+            self._timer = loop.call_at(self._due_s, self._look_at_the_time)
         try:
-            async with asyncio.timeout(self._timeout_s):
-                prefix = await self._channel.read_exactly(FRAME_PREFIX_BYTES)
-                return await self._channel.read_exactly(frame_length(prefix, max_bytes))
-        except TimeoutError:
-            await self.close()
-            raise DeadlineError(f"receiving a frame from {self.peer_id}", self._timeout_s) from None
+            prefix = await self.channel.read_exactly(FRAME_PREFIX_BYTES)
+            return await self.channel.read_exactly(frame_length(prefix, max_bytes))
         except (TransportError, RemoteProtocolError):
             await self.close()
+            if self._late:
+                raise DeadlineError(f"receiving a frame from {self.peer_id}", self._timeout_s) from None
             raise
+        finally:
+            self._due_s = None
+
+    def _look_at_the_time(self) -> None:
+        """Move the timer on to the end of the frame that is being received now, or break the stream off."""
+        self._timer = None
+        if self._due_s is None or self._closed:
+            return
+        loop = asyncio.get_running_loop()
+        if loop.time() < self._due_s:
+            self._timer = loop.call_at(self._due_s, self._look_at_the_time)
+            return
+        self._late = True
+        self.channel.abort()
 
     async def close(self) -> None:
         self._closed = True
-        self._channel.close()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self.channel.close()
 
     def _raise_if_closed(self) -> None:
         if self._closed:

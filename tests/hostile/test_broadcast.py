@@ -219,7 +219,7 @@ async def says_it_lives_and_sends_nothing(stream: Stream) -> None:
 
 async def one_byte_per_ten_seconds(stream: Stream) -> None:
     await accept(stream)
-    channel = stream._channel
+    channel = stream.channel
     frame = encode_frame(Piece(0, CHUNKS[0]))
     for byte in len(frame).to_bytes(4, "big") + frame:
         await channel.write(bytes((byte,)))

@@ -149,7 +149,7 @@ async def a_link_of_junk(swarm: Swarm, stream: Stream) -> None:
 
 async def a_byte_every_ten_seconds(swarm: Swarm, stream: Stream) -> None:
     await reply(stream, count=1)
-    writer = stream._channel  # noqa: SLF001 - half a frame can be written in no other way
+    writer = stream.channel
     while True:
         await writer.write(b"\0")
         await asyncio.sleep(10.0)

@@ -106,9 +106,13 @@ class DownloadSession(Session):
         """Ask for a chunk."""
         if not self.asked:
             self.delivered_s = now_s
+        if len(self.asked) > len(self._pulls):
+            # It may travel with the acknowledgement of what is on its way.
+            self.later(news_wait_s(len(self._download.sessions)) / 9)
+        else:
+            self.poke()
         self.asked[index] = now_s
         self._pulls.append(index)
-        self.poke()
 
     def cancel(self, index: int) -> None:
         """Take an asked chunk back; it may come nevertheless."""
@@ -125,6 +129,7 @@ class DownloadSession(Session):
         """A chunk is here, for a peer that wants to be told."""
         if self._got is not None:
             self._got.append(index)
+            # It may travel with the acknowledgement of what is on its way.
             self.later(news_wait_s(len(self._download.sessions)))
 
     def give_up(self, waited_s: float) -> None:
@@ -174,18 +179,20 @@ class DownloadSession(Session):
         self.poke()
         self._download.piece(self, index, piece)
 
-    async def _write(self) -> None:
+    def _take_due(self) -> list[Frame]:
         if self._waited_s is not None:
             raise DeadlineError(f"a chunk from {self.peer_id}", self._waited_s)
+        frames: list[Frame] = []
         if self._cancels:
-            cancels, self._cancels = self._cancels, []
-            await self._send(Cancel(cancels))
+            frames.append(Cancel(self._cancels))
+            self._cancels = []
         if self._pulls or self._acknowledge:
-            pulls, self._pulls, self._acknowledge = self._pulls, [], False
-            await self._send(Pull(self._received, pulls))
+            frames.append(Pull(self._received, self._pulls))
+            self._pulls, self._acknowledge = [], False
         if self._got:
-            got, self._got = self._got, []
-            await self._send(Got(got))
+            frames.append(Got(self._got))
+            self._got = []
+        return frames
 
     def _sign_of_life(self) -> Frame:
         return Pull(self._received, ())

@@ -21,13 +21,14 @@ LIFE_S = 5.0
 
 
 _NEWS_WAIT_S, _MAX_NEWS_WAIT_S = 0.1, 0.3
-_NEWS_PER_S = 50.0
+_SESSIONS_PER_S = 27.0
 
 
 def news_wait_s(sessions: int) -> float:
-    """How long news of chunks may wait for more of it, or for a frame to travel with. Every chunk is news to
-    every session: the more there are, the rarer each hears, so that frames do not cost more than chunks."""
-    return min(max(sessions / _NEWS_PER_S, _NEWS_WAIT_S), _MAX_NEWS_WAIT_S)
+    """Seconds that news of chunks may wait for more of it, or for a frame to travel with. Every chunk is news
+    to every session: the more there are, the rarer each hears, so that frames do not cost more than
+    chunks."""
+    return min(max(sessions / _SESSIONS_PER_S, _NEWS_WAIT_S), _MAX_NEWS_WAIT_S)
 
 
 class Session(ABC):
@@ -39,11 +40,16 @@ class Session(ABC):
         self._clock = clock
         self._due = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
+        self._life: asyncio.TimerHandle | None = None
+        self._quiet = True
+        """Nothing was sent since the last look at it."""
+        self._must_show_life = False
 
     async def run(self) -> None:
         """Exchange frames until an end fails. Raises what ended it: RemoteProtocolError for what the peer did
         wrong, DeadlineError, TransportError when the stream ended."""
         writer = asyncio.create_task(self._keep_writing())
+        self._life = asyncio.get_running_loop().call_later(LIFE_S, self._show_life)
         try:
             while True:
                 await self._read()
@@ -53,8 +59,9 @@ class Session(ABC):
                 await writer
             raise
         finally:
-            if self._timer is not None:
-                self._timer.cancel()
+            for timer in (self._timer, self._life):
+                if timer is not None:
+                    timer.cancel()
             writer.cancel()
             await asyncio.gather(writer, return_exceptions=True)
             await self._stream.close()
@@ -64,19 +71,27 @@ class Session(ABC):
         self._due.set()
 
     def later(self, delay_s: float) -> None:
-        """Something is due in `delay_s` at the latest."""
-        if self._timer is None and not self._due.is_set():
-            self._timer = asyncio.get_running_loop().call_later(delay_s, self.poke)
+        """Something is due in `delay_s` seconds at the latest."""
+        if self._due.is_set():
+            return
+        loop = asyncio.get_running_loop()
+        if self._timer is not None:
+            if self._timer.when() <= loop.time() + delay_s:
+                return
+            self._timer.cancel()
+        self._timer = loop.call_later(delay_s, self.poke)
+
+    def _show_life(self) -> None:
+        if self._quiet:
+            self._must_show_life = True
+            self.poke()
+        self._quiet = True
+        self._life = asyncio.get_running_loop().call_later(LIFE_S, self._show_life)
 
     async def _keep_writing(self) -> None:
         try:
             while True:
-                try:
-                    async with asyncio.timeout(LIFE_S):
-                        await self._due.wait()
-                except TimeoutError:
-                    await self._send(self._sign_of_life())
-                    continue
+                await self._due.wait()
                 self._due.clear()
                 if self._timer is not None:
                     self._timer.cancel()
@@ -85,16 +100,27 @@ class Session(ABC):
         finally:
             await self._stream.close()
 
-    async def _send(self, frame: Frame) -> None:
-        await self._stream.send(encode_frame(frame))
+    async def _write(self) -> None:
+        frames = self._take_due()
+        if not frames and self._must_show_life:
+            frames = [self._sign_of_life()]
+        self._must_show_life = False
+        if frames:
+            self._quiet = False
+            await self._stream.send(*map(encode_frame, frames))
+            self._went_out()
 
     @abstractmethod
     async def _read(self) -> None:
         """Receive one frame and act on it."""
 
     @abstractmethod
-    async def _write(self) -> None:
-        """Send all that is due."""
+    def _take_due(self) -> list[Frame]:
+        """All that is due now, to be sent at once."""
 
     @abstractmethod
-    def _sign_of_life(self) -> Frame: ...
+    def _sign_of_life(self) -> Frame:
+        """What is sent when nothing else was for long."""
+
+    def _went_out(self) -> None:  # noqa: B027
+        """Nothing by default. What `_take_due` returned was handed to the network."""

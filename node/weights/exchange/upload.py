@@ -82,6 +82,8 @@ class UploadSession(Session):
         """What it says it has; None while it was not asked to tell."""
         self._news: list[int] = []
         self._tell = False
+        self._leaving: int | None = None
+        """The chunk among the frames that are being sent."""
         self._acknowledged = 0
         self._round_trip_s = 0.0
         self._times_sent = bytearray(stored.count)
@@ -107,10 +109,9 @@ class UploadSession(Session):
         if not news:
             return
         self._news += news
-        if self.queue or self.sending is not None or self.on_the_way:
-            self.later(news_wait_s(self._uploads.sessions))
-        else:
-            self.poke()
+        busy = self.queue or self.sending is not None or self.on_the_way
+        wait_s = news_wait_s(self._uploads.sessions)
+        self.later(wait_s if busy else wait_s / 3)
 
     def begin(self, index: int, now_s: float) -> int:
         """Send this chunk next; returns its bytes."""
@@ -187,26 +188,26 @@ class UploadSession(Session):
             self._got.add(index)
             self._uploads.told(self, index)
 
-    async def _write(self) -> None:
+    def _take_due(self) -> list[Frame]:
+        frames: list[Frame] = []
         if self._tell:
             self._tell = False
-            await self._send(Tell())
-        await self._send_news()
-        index = self.sending
-        if index is None:
-            return
-        piece = Piece(index, self.stored.read(index))
-        self._times_sent[index] += 1
-        self._earned += _FRAMES_PER_ANSWER
-        await self._send(piece)
-        self.sending = None
-        self._uploads.given(self, index)
-
-    async def _send_news(self) -> None:
+            frames.append(Tell())
         if self._news:
-            news, self._news = self._news, []
             self._earned += _FRAMES_PER_ANSWER
-            await self._send(Have(news))
+            frames.append(Have(self._news))
+            self._news = []
+        if self.sending is not None:
+            self._earned += _FRAMES_PER_ANSWER
+            self._times_sent[self.sending] += 1
+            frames.append(Piece(self.sending, self.stored.read(self.sending)))
+        self._leaving = self.sending
+        return frames
+
+    def _went_out(self) -> None:
+        if self._leaving is not None:
+            self.sending = None
+            self._uploads.given(self, self._leaving)
 
     def _sign_of_life(self) -> Frame:
         return Have(())

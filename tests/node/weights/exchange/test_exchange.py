@@ -119,7 +119,7 @@ def test_source_that_vanishes_after_one_copy_is_not_needed(tmp_path):
     assert outcome.ratio <= 1.5
 
 
-@pytest.mark.parametrize(("sessions", "wait_s"), [(0, 0.1), (5, 0.1), (10, 0.2), (15, 0.3), (99, 0.3)])
+@pytest.mark.parametrize(("sessions", "wait_s"), [(0, 0.1), (2, 0.1), (4, 4 / 27), (9, 0.3), (99, 0.3)])
 def test_news_is_rarer_in_a_crowd(sessions, wait_s):
     assert news_wait_s(sessions) == pytest.approx(wait_s)
 
