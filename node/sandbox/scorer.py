@@ -60,10 +60,14 @@ class EnvironmentLike(Protocol):
     """A name and a configuration, as JSON text or as a mapping."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """As `open_environment` takes it."""
+        ...
 
     @property
-    def config(self) -> str | Mapping[str, Any]: ...
+    def config(self) -> str | Mapping[str, Any]:
+        """The environment's settings."""
+        ...
 
 
 class FailureReason(StrEnum):

@@ -12,6 +12,7 @@ import torch
 from node.rollout.adapter import AdapterSpec, adapter_state, load_adapter, merged_state, wrap, write_adapter
 from node.rollout.policy import Policy
 from protocol.errors import ConfigError, ModelError
+from tests.node.rollout.rounding import LOGPROB_NATS
 
 SPEC = AdapterSpec(rank=4, alpha=8.0)
 TOKENS = torch.tensor([[2, 5, 9, 7, 3]])
@@ -89,7 +90,7 @@ def test_merged_weights_are_a_plain_policy_and_leave_the_adapter_alone(policy: P
     plain = policy.load_model()
     assert set(merged) == {name for name, _ in plain.named_parameters()}
     plain.load_state_dict(merged, strict=False)
-    assert torch.allclose(logits(plain), before, atol=1e-5)
+    assert torch.allclose(logits(plain), before, atol=LOGPROB_NATS)
 
 
 @needs_peft

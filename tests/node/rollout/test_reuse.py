@@ -22,6 +22,7 @@ from node.verify.coincidence import COPY_NATS, GroupPrint, RolloutPrint, evidenc
 from protocol.errors import ConfigError
 from protocol.messages import FinishReason, Lineage, Rollout, Sampling
 from protocol.rollouts import single_turn
+from tests.node.rollout.rounding import LOGPROB_NATS
 
 PROMPT = (2, 7, 3)
 INFINITE = -math.inf
@@ -301,7 +302,7 @@ def test_with_an_engine(tiny_policy_path: Path) -> None:
     book.remember(0, [finished(token_ids, scored.tolist())])
     whole, new = prefixes(book, engine)
     assert (whole.token_ids, whole.versions, new.token_ids) == (token_ids, (3,) * 4, ())
-    assert np.allclose(whole.logprobs, scored, atol=1e-5)
+    assert np.allclose(whole.logprobs, scored, atol=LOGPROB_NATS)
     book.remember(1, [finished([10**6], [-1.0])])
     with pytest.raises(EngineError, match="token id 1000000 is outside"):
         prefixes(book, engine, 1)

@@ -18,6 +18,7 @@ from node.rollout.engine.transformers import TransformersEngine
 from node.rollout.policy import Policy
 from protocol.messages import FinishReason, Rollout, Sampling
 from tests.node.rollout.engine.watching import watched_engine
+from tests.node.rollout.rounding import LOGPROB_NATS
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +94,7 @@ def same(one: Sequence[Rollout], other: Sequence[Rollout]) -> None:
     assert [tokens(rollout) for rollout in one] == [tokens(rollout) for rollout in other]
     for ours, theirs in zip(one, other, strict=True):
         assert ours.finish == theirs.finish
-        assert np.abs(logprobs(ours) - logprobs(theirs)).max() < 1e-5
+        assert np.abs(logprobs(ours) - logprobs(theirs)).max() < LOGPROB_NATS
 
 
 # --- company -----------------------------------------------------------------------------------------------
@@ -228,7 +229,7 @@ def test_no_end_before_the_minimum_and_its_probability_is_shared_out(
         logits = policy.load_model()(input_ids=torch.tensor([prompt])).logits[0, -1]
     logits[policy.eos_token_id] = -torch.inf
     expected = torch.log_softmax(logits, -1)[tokens(each)[0]]
-    assert logprobs(each)[0] == pytest.approx(float(expected), abs=1e-5)
+    assert logprobs(each)[0] == pytest.approx(float(expected), abs=LOGPROB_NATS)
 
 
 @pytest.mark.parametrize(
@@ -289,7 +290,7 @@ def test_with_caches_computed_anew_each_token_is_exact_for_its_version(
                 logits = models[versions(rollout)[place]](input_ids=whole).logits[0, -1] / 0.9
             logits[policy.eos_token_id] = -torch.inf
             expected = float(torch.log_softmax(logits, -1)[ids[place]])
-            assert logprobs(rollout)[place] == pytest.approx(expected, abs=1e-4)
+            assert logprobs(rollout)[place] == pytest.approx(expected, abs=4 * LOGPROB_NATS)
 
 
 @pytest.mark.slow
@@ -299,7 +300,7 @@ def test_with_the_cache_kept_versions_are_right_and_the_first_version_is_exact(p
     for (_, one), (_, other) in zip(exact, kept, strict=True):
         assert versions(other) == [0] * 4 + [1] * 4 + [2] * 4
         assert tokens(one)[:4] == tokens(other)[:4]
-        assert np.abs(logprobs(one)[:4] - logprobs(other)[:4]).max() < 1e-5
+        assert np.abs(logprobs(one)[:4] - logprobs(other)[:4]).max() < LOGPROB_NATS
     gaps = [
         np.abs(logprobs(one)[4] - logprobs(other)[4])
         for (_, one), (_, other) in zip(exact, kept, strict=True)

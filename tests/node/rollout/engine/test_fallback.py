@@ -14,6 +14,7 @@ from node.rollout.engine.fallback import FallbackEngine
 from node.rollout.engine.transformers import TransformersEngine
 from node.rollout.policy import Policy
 from protocol.messages import Sampling
+from tests.node.rollout.rounding import LOGPROB_NATS
 
 REQUESTS = [GenerationRequest((2, 7 + place, 3), 2, place, Sampling(max_new_tokens=6)) for place in range(3)]
 
@@ -95,7 +96,7 @@ def test_the_other_one_has_the_newest_weights(
     engine.update(moved(policy), 5)
     expected = engine.logprobs(sequences)[0]
     mortal.dead = True
-    assert engine.logprobs(sequences)[0] == pytest.approx(expected, abs=1e-6)
+    assert engine.logprobs(sequences)[0] == pytest.approx(expected, abs=LOGPROB_NATS)
     assert (engine.name, engine.policy_version) == ("transformers", 5)
     engine.update(policy.load_model().state_dict(), 6)
     assert engine.policy_version == 6

@@ -16,6 +16,7 @@ from node.rollout.engine.transformers import TransformersEngine
 from node.rollout.policy import Policy
 from protocol.messages import FinishReason, Rollout, Sampling
 from tests.node.rollout.engine.watching import watched_engine
+from tests.node.rollout.rounding import LOGPROB_NATS
 
 
 @pytest.fixture
@@ -61,7 +62,7 @@ def test_logprobs_equal_a_plain_forward(policy: Policy, engine: TransformersEngi
         for rollout in group:
             ids, logprobs, _ = arrays(rollout)
             expected = plain_logprobs(policy, request.prompt_ids, ids, request.sampling.temperature)
-            assert np.abs(logprobs - expected).max() < 1e-5
+            assert np.abs(logprobs - expected).max() < LOGPROB_NATS
 
 
 def test_scoring_equals_a_plain_forward(policy: Policy, engine: TransformersEngine) -> None:
@@ -73,7 +74,7 @@ def test_scoring_equals_a_plain_forward(policy: Policy, engine: TransformersEngi
     scored = engine.logprobs(sequences)
     for sequence, logprobs in zip(sequences, scored, strict=True):
         expected = plain_logprobs(policy, sequence.prompt_ids, list(sequence.token_ids), sequence.temperature)
-        assert np.abs(logprobs - expected).max() < 1e-5
+        assert np.abs(logprobs - expected).max() < LOGPROB_NATS
 
 
 def test_scoring_does_not_depend_on_the_batch(policy: Policy, engine: TransformersEngine) -> None:
@@ -81,7 +82,7 @@ def test_scoring_does_not_depend_on_the_batch(policy: Policy, engine: Transforme
     sequences = [TokenSequence((2, 6, 3), tuple(range(5, 5 + n))) for n in (4, 1, 9)]
     for one, other in zip(engine.logprobs(sequences), narrow.logprobs(sequences), strict=True):
         assert one.shape == other.shape
-        assert np.abs(one - other).max() < 1e-5
+        assert np.abs(one - other).max() < LOGPROB_NATS
     assert engine.logprobs([]) == []
 
 
@@ -125,7 +126,7 @@ def test_frequencies_follow_the_distribution(policy: Policy, engine: Transformer
         [TokenSequence(request.prompt_ids, (token,)) for token in range(policy.vocab_size)]
     )
     probabilities = np.exp(np.concatenate(every))
-    assert probabilities.sum() == pytest.approx(1.0, abs=1e-4)
+    assert probabilities.sum() == pytest.approx(1.0, abs=4 * LOGPROB_NATS)
     assert np.abs(counts / 250 - probabilities).max() < 4 * np.sqrt(0.25 / 250)
 
 
@@ -143,7 +144,7 @@ def test_top_p_renormalises_within_the_nucleus(policy: Policy, engine: Transform
     assert set(drawn) <= allowed
     for token, logprob in drawn.items():
         expected = np.log(probabilities[token] / probabilities[order[:size]].sum())
-        assert logprob == pytest.approx(expected, abs=1e-4)
+        assert logprob == pytest.approx(expected, abs=4 * LOGPROB_NATS)
 
 
 def test_greedy_is_the_likeliest_path(policy: Policy, engine: TransformersEngine) -> None:
