@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from node.config import NodeConfig
+from node.environment.tasks import Environment
 from node.events import NoticeLevel
 from node.open.engine import NoticeFunction, open_engine
 from node.open.memory import MemoryPlan
 from node.open.policy import open_decoders, open_environments, open_policy
 from node.open.settings import memory_plan, resolved, train_settings
-from node.rollout.environment import Environment
 from node.rollout.policy import Policy
 from node.sandbox.scorer import Scorer
 from node.state.paths import Home

@@ -9,8 +9,8 @@ import json
 from collections.abc import Mapping
 
 from node.config import NodeConfig
+from node.environment.tasks import Environment, open_environment
 from node.rollout.adapter import AdapterSpec
-from node.rollout.environment import Environment, open_environment
 from node.rollout.policy import Policy
 from node.sandbox.records import SandboxLimits
 from node.sandbox.scorer import Scorer

@@ -18,9 +18,9 @@ from dataclasses import replace
 import msgspec
 
 from node.config import NodeConfig
+from node.environment.tasks import Completion
 from node.membership import Membership
 from node.rollout.engine.base import Engine, GenerationRequest
-from node.rollout.environment import Completion
 from node.rollout.policy import Policy
 from node.rollout.prompts import AssignedPrompt
 from node.rollout.reuse import ReuseBook

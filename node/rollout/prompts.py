@@ -17,8 +17,8 @@ from typing import Protocol
 
 from cachetools import FIFOCache, cachedmethod
 
+from node.environment.tasks import Environment, Prompt
 from node.membership import Membership
-from node.rollout.environment import Environment, Prompt
 from node.runtime import Runtime
 from protocol.messages import Charter, Digest, PromptRef
 from protocol.prompts import environment_of, held_out_question, slots, training_question, window_of

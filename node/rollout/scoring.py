@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from node.rollout.environment import Completion, Environment, Prompt
+from node.environment.tasks import Completion, Environment, Prompt
 from node.sandbox.scorer import ScoredGroup, ScoreFailure, Scorer
 
 __all__ = ["OwnScorer"]

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
-from node.rollout.environment import (
+from node.environment.tasks import (
     DEMO_ENVIRONMENTS,
     Completion,
     Environment,

@@ -11,8 +11,8 @@ Nothing here decides what a score is worth; it only computes it, or says with a 
 from __future__ import annotations
 
 from node.sandbox.records import Layer, SandboxLimits
-from node.sandbox.scorer import FailureReason, ScoredGroup, ScoreFailure, Scorer
-from node.sandbox.strength import SandboxReport, SandboxStrength, describe, probe
+from node.sandbox.scorer import FailureReason, ScoredGroup, ScoreFailure, Scorer, probe
+from node.sandbox.strength import SandboxReport, SandboxStrength, describe
 
 __all__ = [
     "FailureReason",

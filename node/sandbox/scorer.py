@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import msgspec
 
-from node.rollout.environment import Completion, Score
+from node.environment.tasks import Completion, Score
 from node.sandbox.channel import ChannelError, WorkerChannel
 from node.sandbox.records import (
     ForkResult,
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from types import TracebackType
 
-__all__ = ["EnvironmentLike", "FailureReason", "ScoreFailure", "ScoredGroup", "Scorer"]
+__all__ = ["EnvironmentLike", "FailureReason", "ScoreFailure", "ScoredGroup", "Scorer", "probe"]
 
 _STARTED_BYTES = 256 * 1024
 _REPLY_SLACK_S = 5.0
@@ -298,6 +298,12 @@ class Scorer:
         """The first replacement comes at once; the next ones after 0.5, 1, 2 ... 60 seconds."""
         self._retry_at_s = self._monotonic_s() + self._pause_s
         self._pause_s = min(_PAUSE_LONGEST_S, max(_PAUSE_FIRST_S, 2 * self._pause_s))
+
+
+def probe(limits: SandboxLimits | None = None, layers: Sequence[Layer] = tuple(Layer)) -> SandboxReport:
+    """Start a worker without environments, measure it, close it: for `swarm doctor`."""
+    with Scorer((), limits, layers=layers) as scorer:
+        return scorer.report
 
 
 def _config(environment: EnvironmentLike) -> dict[str, Any]:

@@ -24,9 +24,8 @@ from node.sandbox.records import ForkResult, ForkStatus, Layer, ProbeRequest, Tr
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from node.sandbox.records import SandboxLimits
 
-__all__ = ["SandboxReport", "SandboxStrength", "describe", "measure", "probe"]
+__all__ = ["SandboxReport", "SandboxStrength", "describe", "measure"]
 
 _MEANING = {
     Trial.CONNECT: "no network",
@@ -77,14 +76,6 @@ def describe(report: SandboxReport) -> str:
             "; tasks that evaluate answers are refused: run the node where user namespaces are allowed"
         )
     return sentence
-
-
-def probe(limits: SandboxLimits | None = None, layers: Sequence[Layer] = tuple(Layer)) -> SandboxReport:
-    """Start a worker without environments, measure it, close it: for `swarm doctor`."""
-    from node.sandbox.scorer import Scorer
-
-    with Scorer((), limits, layers=layers) as scorer:
-        return scorer.report
 
 
 def measure(

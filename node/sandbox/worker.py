@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
-from node.rollout.environment import Completion, Environment, Prompt, open_environment
+from node.environment.tasks import Completion, Environment, Prompt, open_environment
 from node.sandbox import isolation, linux
 from node.sandbox.detection import Detector
 from node.sandbox.forks import EXIT_FORBIDDEN, ForkRunner, Job

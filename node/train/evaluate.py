@@ -18,9 +18,9 @@ from itertools import chain, zip_longest
 from statistics import fmean
 
 from node.compute import Lane
+from node.environment.tasks import Completion, Prompt
 from node.events import Evaluated
 from node.rollout.engine.base import Engine, GenerationRequest
-from node.rollout.environment import Completion, Prompt
 from node.rollout.policy import Policy
 from node.rollout.prompts import Universe
 from node.runtime import Runtime

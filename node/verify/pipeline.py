@@ -19,9 +19,9 @@ from dataclasses import replace
 
 from node.clock import Clock
 from node.compute import Compute, Lane
+from node.environment.tasks import Prompt
 from node.events import CheckCount, CheckOutcome
 from node.peers.book import PeerBook
-from node.rollout.environment import Prompt
 from node.share.accepted import Accepted
 from node.verify.base import ACCEPT, Candidate, Check, Decision, Item, Judgement, Sighting, Verdict, reject
 from node.verify.copies import Copies

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from node.rollout.environment import Prompt
+from node.environment.tasks import Prompt
 from node.verify.base import ACCEPT, Item, Sighting, Verdict, reject, suspect
 from node.verify.ledger import Ledger
 from protocol.messages import Charter, Digest

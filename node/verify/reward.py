@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from node.rollout.environment import Completion, Prompt
+from node.environment.tasks import Completion, Prompt
 from node.sandbox.scorer import ScoredGroup, ScoreFailure
 from node.verify.base import ACCEPT, Item, Verdict, reject, same_values
 from protocol.messages import FinishReason

@@ -20,7 +20,7 @@ import msgspec
 import psutil
 import pytest
 
-from node.rollout.environment import Completion, open_environment
+from node.environment.tasks import Completion, open_environment
 from node.sandbox import FailureReason, Layer, SandboxLimits, ScoredGroup, ScoreFailure, Scorer
 from node.sandbox.records import ForkScores, WireScore
 from protocol.messages import EnvironmentSpec
@@ -102,7 +102,7 @@ GOT_IT_CODE = "\nimport os; os._exit(42)"
 def test_the_attacks_would_succeed_without_walls() -> None:
     """What proves that the tests below test something: the scorer does execute the answer."""
     code = (
-        "from node.rollout.environment import *; e = open_environment('reasoning_gym/countdown', {}); "
+        "from node.environment.tasks import *; e = open_environment('reasoning_gym/countdown', {}); "
         f"e.score(e.prompt(0, 0), Completion({f'exec({GOT_IT_CODE!r})'!r}, True))"
     )
     root = Path(__file__).parents[2]
@@ -218,7 +218,7 @@ def test_patching_the_scorer_for_the_next_request(walled: Scorer) -> None:
         SEED,
         INDEX,
         answers(
-            "exec('import node.rollout.environment as e; from node.rollout.environment import Score; "
+            "exec('import node.environment.tasks as e; from node.environment.tasks import Score; "
             "e.ReasoningGymEnvironment.score = lambda *_: Score(reward=9.0, components=())')"
         ),
     )
@@ -227,7 +227,7 @@ def test_patching_the_scorer_for_the_next_request(walled: Scorer) -> None:
 def test_patching_the_scorer_for_the_siblings(scorers: dict[str, Scorer]) -> None:
     """Without the detection layer the first answer runs; the other two have forks of their own."""
     patch = (
-        "exec('import node.rollout.environment as e; from node.rollout.environment import Score; "
+        "exec('import node.environment.tasks as e; from node.environment.tasks import Score; "
         "e.ReasoningGymEnvironment.score = lambda *_: Score(reward=9.0, components=())')"
     )
     result = scorers["all walls"].score(COUNTDOWN, SEED, INDEX, answers(patch, "1 + 1", solution()))

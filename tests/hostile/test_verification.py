@@ -24,7 +24,7 @@ import psutil
 import pytest
 
 from node.compute import InlineCompute
-from node.rollout.environment import DEMO_ENVIRONMENTS, open_environment
+from node.environment.tasks import DEMO_ENVIRONMENTS, open_environment
 from node.rollout.prompts import Universe
 from node.sandbox import Layer, SandboxLimits
 from node.sandbox.scorer import ScoredGroup, ScoreFailure, Scorer

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 
 from node.clock import run_virtual
 from node.compute import ThreadCompute
+from node.environment.tasks import Prompt
 from node.events import (
     Evaluated,
     GroupJudged,
@@ -36,7 +37,6 @@ from node.open.parts import Parts
 from node.open.stores import Stores
 from node.peers.trust import load_standings
 from node.rollout.engine.transformers import TransformersEngine
-from node.rollout.environment import Prompt
 from node.rollout.policy import Policy
 from node.state.paths import Home
 from node.train.checkpoint import resume

@@ -17,13 +17,13 @@ from typing import Any, TypeVar, cast
 from node.clock import VirtualClock
 from node.compute import Compute, InlineCompute
 from node.config import NodeConfig, load_config
+from node.environment.tasks import Completion, Prompt, Score
 from node.events import Event, EventBus
 from node.membership import Membership
 from node.open.parts import Learner, Parts
 from node.open.stores import Stores, memory_stores
 from node.roles import open_node
 from node.rollout.engine.transformers import TransformersEngine
-from node.rollout.environment import Completion, Prompt, Score
 from node.rollout.policy import Policy
 from node.runtime import Runtime
 from node.sandbox.scorer import FailureReason, ScoredGroup, ScoreFailure, Scorer

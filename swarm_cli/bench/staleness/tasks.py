@@ -12,7 +12,7 @@ import functools
 import json
 from dataclasses import dataclass, field
 
-from node.rollout.environment import (
+from node.environment.tasks import (
     DEMO_ENVIRONMENTS,
     Completion,
     Environment,

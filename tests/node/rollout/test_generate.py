@@ -10,10 +10,10 @@ import pytest
 
 from node.clock import VIRTUAL_EPOCH_MS
 from node.config import load_config
+from node.environment.tasks import Completion, Prompt
 from node.membership import Membership
 from node.rollout.engine.base import Engine
 from node.rollout.engine.transformers import TransformersEngine
-from node.rollout.environment import Completion, Prompt
 from node.rollout.generate import Generator, NoGroupError, completions_of, request_seed
 from node.rollout.policy import Policy
 from node.rollout.prompts import AssignedPrompt

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from node.clock import VIRTUAL_EPOCH_MS, Clock, VirtualClock, run_virtual
+from node.environment.tasks import Completion, Prompt, Score
 from node.membership import Membership
 from node.rollout import prompts
-from node.rollout.environment import Completion, Prompt, Score
 from node.rollout.prompts import PromptFeed, Universe
 from node.state.stores import MemoryWindows, WindowStore
 from protocol.charter import found, swarm_id

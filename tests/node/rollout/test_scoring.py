@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import cast
 
-from node.rollout.environment import Completion
+from node.environment.tasks import Completion
 from node.rollout.scoring import OwnScorer
 from node.sandbox.scorer import FailureReason, ScoreFailure, Scorer
 from tests.node.toy import TASK, ToyEnvironment, ToySandbox

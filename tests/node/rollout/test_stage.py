@@ -15,12 +15,12 @@ import pytest
 from node.clock import VirtualClock, run_virtual
 from node.compute import Lane
 from node.config import RolloutConfig, load_config
+from node.environment.tasks import Completion, Prompt
 from node.events import Event, GroupJudged, Notice
 from node.membership import Membership
 from node.rollout.admission import Admission
 from node.rollout.engine.base import Engine
 from node.rollout.engine.transformers import TransformersEngine
-from node.rollout.environment import Completion, Prompt
 from node.rollout.generate import Generator
 from node.rollout.policy import Policy
 from node.rollout.prompts import PromptFeed, Universe

@@ -15,8 +15,8 @@ import pytest
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
+from node.environment.tasks import DEMO_ENVIRONMENTS, Completion, Environment, open_environment
 from node.rollout import tiny
-from node.rollout.environment import DEMO_ENVIRONMENTS, Completion, Environment, open_environment
 from node.rollout.policy import Policy
 from node.rollout.tiny import MAX_NEW_TOKENS, TINY_POLICIES, TinyReport, TinySpec, make_tiny
 from protocol.errors import ConfigError

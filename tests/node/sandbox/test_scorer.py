@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 import node.sandbox.scorer
-from node.rollout.environment import Completion, open_environment
+from node.environment.tasks import Completion, open_environment
 from node.sandbox import FailureReason, SandboxLimits, ScoredGroup, ScoreFailure, Scorer
 from node.sandbox.channel import ChannelError
 from node.sandbox.records import ForkResult, ForkStatus, Outcome
@@ -189,7 +189,7 @@ def test_close_does_not_wait_for_an_endless_answer() -> None:
 def test_killing_the_node_ends_the_worker_even_amid_an_endless_answer() -> None:
     code = (
         "import sys, threading\n"
-        "from node.rollout.environment import Completion\n"
+        "from node.environment.tasks import Completion\n"
         "from protocol.messages import EnvironmentSpec\n"
         "from node.sandbox import SandboxLimits, Scorer\n"
         "limits = SandboxLimits(cpu_s=90, wall_s=90, request_s=90)\n"

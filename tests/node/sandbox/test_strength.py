@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from node.rollout.environment import Completion
+from node.environment.tasks import Completion
 from node.sandbox import (
     FailureReason,
     Layer,

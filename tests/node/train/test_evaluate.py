@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from node.environment.tasks import Completion, Prompt
 from node.rollout.engine.base import Engine, Generation, GenerationRequest, TokenSequence
-from node.rollout.environment import Completion, Prompt
 from node.rollout.policy import Policy
 from node.rollout.prompts import Universe
 from node.train.evaluate import HeldOut, evaluate

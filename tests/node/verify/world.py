@@ -17,8 +17,8 @@ import numpy as np
 
 from node.clock import Clock
 from node.compute import Compute, InlineCompute
+from node.environment.tasks import Completion, Prompt, Score
 from node.peers.book import PeerBook
-from node.rollout.environment import Completion, Prompt, Score
 from node.sandbox.scorer import FailureReason, ScoredGroup, ScoreFailure
 from node.verify.base import Candidate
 from node.verify.pipeline import Verifier

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from node.config import load_config
-from node.rollout.environment import DEMO_ENVIRONMENTS
+from node.environment.tasks import DEMO_ENVIRONMENTS
 from node.state.keys import load_key
 from node.state.paths import bundled
 from protocol.charter import decode_charter, swarm_id

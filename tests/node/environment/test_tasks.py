@@ -17,7 +17,8 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from node.rollout.environment import (
+from node.environment.scan import evaluates_answers, reaches_evaluator
+from node.environment.tasks import (
     DEMO_ENVIRONMENTS,
     ENTRY_POINT_GROUP,
     Completion,
@@ -28,7 +29,6 @@ from node.rollout.environment import (
     open_environment,
     reasoning_gym_tasks,
 )
-from node.rollout.scan import evaluates_answers, reaches_evaluator
 from protocol.charter import canonical_json
 from protocol.errors import ConfigError
 from protocol.messages import EnvironmentSpec
@@ -61,7 +61,7 @@ def test_demo_configs_are_canonical() -> None:
 @pytest.mark.slow
 def test_importing_brings_neither_torch_nor_reasoning_gym() -> None:
     code = (
-        "import sys, node.rollout.environment;"
+        "import sys, node.environment.tasks;"
         "print(sorted({'torch', 'transformers', 'reasoning_gym', 'numpy'} & set(sys.modules)))"
     )
     found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -73,7 +73,7 @@ def test_prompts_are_the_same_in_another_process_under_another_hash_seed(
     demo: dict[str, Environment],
 ) -> None:
     code = (
-        "import json; from node.rollout.environment import *\n"
+        "import json; from node.environment.tasks import *\n"
         "print(json.dumps([[open_environment(s.name, json.loads(s.config)).prompt(2**63 - 1, i).text"
         " for i in range(5)] for s in DEMO_ENVIRONMENTS]))"
     )

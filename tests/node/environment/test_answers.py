@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from node.rollout.answers import AnswerRule
+from node.environment.answers import AnswerRule
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from node.rollout.answers import ANSWER_KEY, AnswerRule
-from node.rollout.scan import evaluates_answers
+from node.environment.answers import ANSWER_KEY, AnswerRule
+from node.environment.scan import evaluates_answers
 from protocol.errors import ConfigError
 from protocol.messages import EnvironmentSpec
 
