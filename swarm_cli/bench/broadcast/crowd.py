@@ -25,6 +25,7 @@ import psutil
 
 from protocol.errors import DeadlineError, OurFault
 from swarm_cli.bench.broadcast import peer
+from swarm_cli.bench.broadcast.member import Place
 from swarm_cli.bench.broadcast.networks import LinkBytes, Network, link_bytes
 
 __all__ = ["Crowd", "Trace", "gathered"]
@@ -197,7 +198,7 @@ def gathered(method: str, network: Network, receivers: int, blob: Path, folder: 
         for number in range(receivers + 1):
             own = folder / f"node{number}"
             own.mkdir(parents=True)
-            place = peer.Place(number, network.sites[number], own, blob, network.cap_mbit)
+            place = Place(number, network.sites[number], own, blob, network.cap_mbit)
             ours, theirs = context.Pipe()
             process = context.Process(target=peer.main, args=(theirs, method, place), daemon=True)
             process.start()

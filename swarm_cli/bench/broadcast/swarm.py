@@ -25,7 +25,7 @@ from node.weights.exchange.rate import RateLimit
 from node.weights.exchange.store import WeightsStore
 from protocol.errors import DeadlineError, TransportError
 from protocol.messages import ChunkedBlob, Digest, PeerId
-from swarm_cli.bench.broadcast.peer import Member, Place
+from swarm_cli.bench.broadcast.member import Member, Place
 
 __all__ = ["ExchangeMember", "UnicastMember"]
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import libtorrent
 
-from swarm_cli.bench.broadcast.peer import Member, Place
+from swarm_cli.bench.broadcast.member import Member, Place
 
 __all__ = ["TorrentMember"]
 

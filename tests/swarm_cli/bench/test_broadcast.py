@@ -25,8 +25,8 @@ from protocol.identity import Identity
 from swarm_cli.bench.broadcast import bench, networks
 from swarm_cli.bench.broadcast.bench import QUICK, Size
 from swarm_cli.bench.broadcast.crowd import Sample, Trace
+from swarm_cli.bench.broadcast.member import Place
 from swarm_cli.bench.broadcast.networks import LinkBytes, Site, open_network
-from swarm_cli.bench.broadcast.peer import Place
 from swarm_cli.bench.broadcast.swarm import UnicastMember
 
 FIELDS = {"n", "bytes", "last_s", "bound_s", "ratio", "source_copies", "unicast_s", "libtorrent_s"}
