@@ -8,10 +8,8 @@ not decided here.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 
-from node.compute import Lane
 from node.config import BroadcastConfig
 from node.events import BlobStatus, WeightsSeen
 from node.membership import Membership
@@ -51,15 +49,13 @@ class WeightsSharing:
         """Of the stage that moves weights, whoever does it."""
         self.store = WeightsStore(home.weights, int(settings.keep_gib * GIB))
         self.exchange = Exchange(
+            runtime,
             network.transport,
             self.store,
             providers=self.providers,
             failed=peers.refused,
-            clock=runtime.clock,
-            rng=runtime.rng,
             upload_mbit=settings.upload_mbit,
             download_mbit=settings.download_mbit,
-            run_blocking=functools.partial(runtime.run, Lane.DISK),
         )
         self.chains = Chains(network.transport, membership.swarm_id, home.chain)
         self._runtime = runtime

@@ -4,26 +4,26 @@
     Piece --> checked by its hash, written to the store --> shown to those who download from here
 
 Each peer is asked for as many chunks as it delivers in a round trip, two at least, the rarest first. A peer
-that delivers nothing for a while is not waited for: what it was asked for goes to others. One that sends
-what it must not is not used for this blob again; one that is gone is tried again with growing delays. Not for
-what a blob means, nor for serving it: `upload.py`.
+that delivers nothing for a while is not waited for: what it was asked for goes to others. Not for whom to
+ask at all (`suppliers.py`), what a blob means, nor for serving it (`upload.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
-import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
-from node.clock import Clock
+from node.compute import Lane
+from node.runtime import Runtime
 from node.transport.base import Stream, Transport
 from node.weights.exchange.rate import Flow, RateLimit
 from node.weights.exchange.schedule import Plan
 from node.weights.exchange.session import Session, news_wait_s
 from node.weights.exchange.store import StoredBlob, WeightsStore
+from node.weights.exchange.suppliers import Suppliers
 from protocol.chunks import (
     HASH_BYTES,
     Cancel,
@@ -45,7 +45,6 @@ from protocol.errors import (
     DecodeError,
     LimitError,
     OurFault,
-    RemoteProtocolError,
     TransportError,
 )
 from protocol.messages import ChunkedBlob, ChunksReply, ChunksRequest, Digest, PeerId
@@ -64,7 +63,6 @@ _STALL_S = 5.0
 not waited for any more; after three times that its stream is closed."""
 _LATE_S = 1.0
 """An idle peer may be asked for what another was asked for so long ago, and twice the usual time."""
-_RETRY_S, _MAX_RETRY_S = 1.0, 30.0
 _FREE_NEWS = 50
 """Frames of an uploader without a piece that are accepted, besides one per second and three per piece."""
 
@@ -72,13 +70,13 @@ _FREE_NEWS = 50
 class DownloadSession(Session):
     """One uploader of one blob."""
 
-    def __init__(self, stream: Stream, clock: Clock, download: Download) -> None:
-        super().__init__(stream, clock)
+    def __init__(self, runtime: Runtime, stream: Stream, download: Download) -> None:
+        super().__init__(runtime, stream)
         self.asked: dict[int, float] = {}
         """Chunks asked for and not received, with the time of asking; oldest first."""
         self.latency_s = 0.0
         """Usual time from asking to arrival."""
-        self.delivered_s = clock.monotonic_s()
+        self.delivered_s = runtime.monotonic_s()
         """When it delivered last, or was asked for something after a time without."""
         self.stalled = False
         self.flow = Flow(self.delivered_s)
@@ -154,13 +152,13 @@ class DownloadSession(Session):
 
     def _count_news(self) -> None:
         self._news += 1
-        allowed = _FREE_NEWS + 3 * self._pieces + self._clock.monotonic_s() - self._opened_s
+        allowed = _FREE_NEWS + 3 * self._pieces + self._runtime.monotonic_s() - self._opened_s
         # News of chunks cannot be more than there are chunks; signs of life are what is bounded here.
         if self._news > allowed + self._download.count:
             raise LimitError(f"{self._news} frames without a piece", reason="flood")
 
     def _piece(self, index: int, piece: bytes | memoryview) -> None:
-        now_s = self._clock.monotonic_s()
+        now_s = self._runtime.monotonic_s()
         asked_s = self.asked.pop(index, None)
         if asked_s is not None:
             took_s = now_s - asked_s
@@ -203,21 +201,13 @@ class Download:
 
     def __init__(
         self,
+        runtime: Runtime,
         blob: ChunkedBlob,
         transport: Transport,
         store: WeightsStore,
-        *,
-        providers: Callable[[Digest], Sequence[PeerId]],
-        may_open: Callable[[PeerId], bool],
-        banned: Callable[[PeerId], bool],
-        ban: Callable[[PeerId], None],
-        failed: Callable[[PeerId, str], None],
-        bug: Callable[[PeerId, Exception], None],
-        verified: Callable[[Digest, int], None],
+        suppliers: Suppliers,
         limit: RateLimit,
-        clock: Clock,
-        rng: random.Random,
-        run_blocking: Callable[..., Awaitable[Any]],
+        verified: Callable[[Digest, int], None],
     ) -> None:
         self.blob = blob
         self.count = chunk_count(blob)
@@ -225,24 +215,15 @@ class Download:
         self.sessions: dict[PeerId, DownloadSession] = {}
         self.downloaded: Counter[PeerId] = Counter()
         """Bytes of verified chunks, by peer."""
-        self.flow = Flow(clock.monotonic_s())
-        self._plan: Plan | None = None
+        self.flow = Flow(runtime.monotonic_s())
+        self._runtime = runtime
         self._transport = transport
         self._store = store
-        self._providers = providers
-        self._may_open = may_open
-        self._banned = banned
-        self._ban = ban
-        self._failed = failed
-        self._bug = bug
-        self._verified = verified
+        self._suppliers = suppliers
         self._limit = limit
-        self._clock = clock
-        self._rng = rng
-        self._run_blocking = run_blocking
+        self._verified = verified
+        self._plan: Plan | None = None
         self._tasks: dict[PeerId, asyncio.Task[None]] = {}
-        self._failures: Counter[PeerId] = Counter()
-        self._retry_at_s: dict[PeerId, float] = {}
         self._late: list[int] = []
         self._paused = False
         self._changed = asyncio.Event()
@@ -253,11 +234,6 @@ class Download:
         """How many chunks are here."""
         return 0 if self.stored is None else self.count - self.stored.missing
 
-    @property
-    def busy_with(self) -> Collection[PeerId]:
-        """Peers to which a stream is open, or being opened."""
-        return self._tasks.keys()
-
     # --- life ---
 
     async def run(self) -> StoredBlob:
@@ -265,12 +241,12 @@ class Download:
         larger than the store; never for a peer's fault."""
         leftover = self._store.leftover(self.blob.root)
         if leftover is not None:
-            self._begin(await self._run_blocking(self._store.open, self.blob, leftover.hashes))
+            self._begin(await self._runtime.run(Lane.DISK, self._store.open, self.blob, leftover.hashes))
         elif (known := self._store.get(self.blob.root)) is not None:
             self._begin(known)
         try:
             stored = await self._until_complete()
-            await self._run_blocking(stored.seal)
+            await self._runtime.run(Lane.DISK, stored.seal)
             return stored
         finally:
             tasks = list(self._tasks.values())
@@ -285,10 +261,10 @@ class Download:
         while self.stored is None or not self.stored.complete:
             if self._fault is not None:
                 raise self._fault
-            now_s = self._clock.monotonic_s()
+            now_s = self._runtime.monotonic_s()
             if now_s >= ask_again_s:
                 ask_again_s = now_s + _PROVIDERS_EVERY_S
-                self._open_sessions(now_s)
+                self._open_sessions()
             self._tick(now_s)
             self._changed.clear()
             try:
@@ -301,70 +277,54 @@ class Download:
     def _begin(self, stored: StoredBlob) -> None:
         self.stored = stored
         stored.users += 1
-        self._plan = Plan(stored.count, stored.missing_indices(), self._rng)
+        self._plan = Plan(stored.count, stored.missing_indices(), self._runtime.rng)
 
     # --- sessions ---
 
-    def _open_sessions(self, now_s: float) -> None:
-        candidates = [
-            peer_id
-            for peer_id in self._providers(self.blob.root)
-            if peer_id != self._transport.peer_id
-            and peer_id not in self._tasks
-            and not self._banned(peer_id)
-            and self._retry_at_s.get(peer_id, 0.0) <= now_s
-            and self._may_open(peer_id)
-        ]
-        self._rng.shuffle(candidates)
-        for peer_id in candidates[: max(0, _MAX_PEERS - len(self._tasks))]:
-            task = asyncio.create_task(self._session(peer_id))
-            self._tasks[peer_id] = task
-            task.add_done_callback(lambda _, peer_id=peer_id: self._tasks.pop(peer_id, None))
+    def _open_sessions(self) -> None:
+        new = [peer_id for peer_id in self._suppliers.willing(self.blob.root) if peer_id not in self._tasks]
+        for peer_id in new[: max(0, _MAX_PEERS - len(self._tasks))]:
+            self._suppliers.opened(peer_id)
+            task = self._tasks[peer_id] = asyncio.create_task(self._session(peer_id))
+            task.add_done_callback(functools.partial(self._session_ended, peer_id))
+
+    def _session_ended(self, peer_id: PeerId, _: asyncio.Task[None]) -> None:
+        # Not at the end of the session, which does not come when the task is cancelled before it began.
+        self._suppliers.closed(peer_id)
+        del self._tasks[peer_id]
 
     async def _session(self, peer_id: PeerId) -> None:
         """One attempt at one peer, whatever comes of it."""
-        began_s = self._clock.monotonic_s()
+        began_s = self._runtime.monotonic_s()
         try:
-            delivered = await self._exchange(peer_id)
-        except RemoteProtocolError as error:
-            self._ban(peer_id)
-            self._failed(peer_id, error.reason)
-            return
-        except DeadlineError:
-            self._failed(peer_id, "deadline")
-            delivered = False
-        except TransportError:
-            delivered = False
-        except OurFault as error:
-            self._fault = error
-            self._changed.set()
-            return
+            await self._exchange(peer_id)
+            self._suppliers.succeeded(self.blob.root, peer_id)
         except Exception as error:
-            # The boundary between a peer and us: a bug of ours costs one session and is told once.
-            self._bug(peer_id, error)
-            delivered = False
-        lived_s = self._clock.monotonic_s() - began_s
-        self._failures[peer_id] = 0 if delivered or lived_s > _MAX_RETRY_S else self._failures[peer_id] + 1
-        delay_s = min(_RETRY_S * 2.0 ** max(0, min(self._failures[peer_id], 10) - 2), _MAX_RETRY_S)
-        self._retry_at_s[peer_id] = self._clock.monotonic_s() + delay_s * self._rng.uniform(0.5, 1.0)
+            # The boundary between a peer and us: whatever it is costs one session.
+            if isinstance(error, OurFault) and not isinstance(error, TransportError):
+                self._fault = error
+                self._changed.set()
+                return
+            lived_s = self._runtime.monotonic_s() - began_s
+            self._suppliers.failed(self.blob.root, peer_id, error, lived_s)
 
-    async def _exchange(self, peer_id: PeerId) -> bool:
-        """Whether it is worth asking the peer again soon: it delivered, or has nothing yet."""
+    async def _exchange(self, peer_id: PeerId) -> None:
+        """Returns when the peer has nothing of the blob yet, or is gone after it delivered."""
         stream = await self._transport.open_stream(peer_id, CHUNKS_PROTOCOL)
         try:
-            return await self._exchange_over(stream, peer_id)
+            await self._exchange_over(stream, peer_id)
         finally:
             await stream.close()
 
-    async def _exchange_over(self, stream: Stream, peer_id: PeerId) -> bool:
+    async def _exchange_over(self, stream: Stream, peer_id: PeerId) -> None:
         await stream.send(encode(ChunksRequest(root=self.blob.root)))
         max_bytes = self.count * HASH_BYTES + self.count // 8 + 64
         reply = decode(await stream.receive(max_bytes), ChunksReply, max_bytes=max_bytes)
         if not reply.hashes:
-            return True
+            return
         self._use_hashes(reply.hashes)
         offered = indices_of(reply.have, self.count)
-        session = DownloadSession(stream, self._clock, self)
+        session = DownloadSession(self._runtime, stream, self)
         plan = self._require_plan()
         plan.join(peer_id)
         self.sessions[peer_id] = session
@@ -377,10 +337,9 @@ class Download:
         finally:
             del self.sessions[peer_id]
             for index in session.asked:
-                self._limit.take(-chunk_size(self.blob, index), self._clock.monotonic_s())
+                self._limit.take(-chunk_size(self.blob, index), self._runtime.monotonic_s())
             plan.leave(peer_id)
             self._fill_all()
-        return self.downloaded[peer_id] > 0
 
     def _use_hashes(self, hashes: bytes) -> None:
         if self.stored is None:
@@ -411,7 +370,7 @@ class Download:
         if not stored.write(index, data):
             plan.release(session.peer_id, index)
         else:
-            now_s = self._clock.monotonic_s()
+            now_s = self._runtime.monotonic_s()
             self.downloaded[session.peer_id] += len(data)
             self.flow.delivered(len(data), now_s)
             plan.arrived(index)
@@ -453,7 +412,7 @@ class Download:
         plan, peer_id = self._require_plan(), session.peer_id
         if peer_id not in self.sessions or self._paused:
             return
-        now_s = self._clock.monotonic_s()
+        now_s = self._runtime.monotonic_s()
         window = session.window
         while len(session.asked) < window:
             delay_s = self._limit.delay_s(now_s)

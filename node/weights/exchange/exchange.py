@@ -12,32 +12,23 @@ whole. Non-goals: what blobs mean, which of them to fetch, and who is believed t
 from __future__ import annotations
 
 import asyncio
-import functools
-import logging
-import random
-from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from node.clock import Clock
+from node.compute import Lane
+from node.runtime import Runtime
 from node.transport.base import Transport
-from node.transport.limits import MAX_BUGS_TOLD, FirstTimes
 from node.weights.exchange.download import Download
 from node.weights.exchange.rate import RateLimit, tally
 from node.weights.exchange.store import StoredBlob, WeightsStore
+from node.weights.exchange.suppliers import Suppliers
 from node.weights.exchange.upload import SESSION_S, Uploads
 from protocol.errors import DeadlineError, LocalProtocolError
 from protocol.messages import ChunkedBlob, Digest, PeerId
 from protocol.topics import CHUNKS_PROTOCOL
 
 __all__ = ["BlobProgress", "Exchange"]
-
-logger = logging.getLogger(__name__)
-
-_BLOBS_PER_PEER = 4
-"""Blobs that one peer is asked for at a time: half of the streams that it allows us."""
-_REMEMBERED_BANS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,37 +51,27 @@ class _Running:
 
 class Exchange:
     """A node's exchange of blobs. `providers(root)` lists peers that may have a blob, and is asked every
-    second; `failed(peer, reason)` hears what peers do wrong. Caps in Mbit/s (0: none) hold over all blobs.
-    `upload_slots` chunks at least may be on their way to others at a time. `run_blocking` runs slow disk work
-    off the event loop."""
+    second; `failed(peer, reason)` hears what peers do wrong. Caps in Mbit/s (0: none) hold over all blobs."""
 
     def __init__(
         self,
+        runtime: Runtime,
         transport: Transport,
         store: WeightsStore,
         *,
         providers: Callable[[Digest], Sequence[PeerId]],
         failed: Callable[[PeerId, str], None],
-        clock: Clock,
-        rng: random.Random,
         upload_mbit: float = 0.0,
         download_mbit: float = 0.0,
-        upload_slots: int = 4,
-        run_blocking: Callable[..., Awaitable[Any]] = asyncio.to_thread,
     ) -> None:
+        self._runtime = runtime
         self._transport = transport
         self._store = store
-        self._providers = providers
-        self._failed = failed
-        self._clock = clock
-        self._rng = rng
+        self._suppliers = Suppliers(runtime, transport.peer_id, providers, failed)
         self._download_limit = RateLimit(download_mbit)
-        self._run_blocking = run_blocking
+        self._uploads = Uploads(runtime, store, RateLimit(upload_mbit), failed)
         self._downloaded: Counter[PeerId] = Counter()
-        self._bans: OrderedDict[tuple[Digest, PeerId], None] = OrderedDict()
-        self._bugs = FirstTimes(MAX_BUGS_TOLD)
         self._running: dict[Digest, _Running] = {}
-        self._uploads = Uploads(store, RateLimit(upload_mbit), upload_slots, failed, clock, rng)
         transport.serve(CHUNKS_PROTOCOL, self._uploads.serve, deadline_s=SESSION_S + 60)
 
     @property
@@ -114,7 +95,7 @@ class Exchange:
         self._store.require_small(blob)
         stored = self._store.get(blob.root)
         if stored is not None and stored.complete and blob.root not in self._running:
-            await self._run_blocking(stored.seal)
+            await self._runtime.run(Lane.DISK, stored.seal)
             return stored
         running = self._running.get(blob.root)
         if running is None:
@@ -145,7 +126,7 @@ class Exchange:
 
     def progress(self) -> tuple[BlobProgress, ...]:
         """Every fetch that runs now."""
-        now_s = self._clock.monotonic_s()
+        now_s = self._runtime.monotonic_s()
         return tuple(
             BlobProgress(
                 root=root,
@@ -159,38 +140,15 @@ class Exchange:
 
     def _start(self, blob: ChunkedBlob) -> _Running:
         download = Download(
+            self._runtime,
             blob,
             self._transport,
             self._store,
-            providers=self._providers,
-            may_open=self._may_open,
-            banned=lambda peer_id: (blob.root, peer_id) in self._bans,
-            ban=functools.partial(self._ban, blob.root),
-            failed=self._failed,
-            bug=self._bug,
-            verified=self._uploads.arrived_here,
-            limit=self._download_limit,
-            clock=self._clock,
-            rng=self._rng,
-            run_blocking=self._run_blocking,
+            self._suppliers,
+            self._download_limit,
+            self._uploads.arrived_here,
         )
         return _Running(download, asyncio.create_task(download.run()))
-
-    def _may_open(self, peer_id: PeerId) -> bool:
-        return sum(peer_id in each.download.busy_with for each in self._running.values()) < _BLOBS_PER_PEER
-
-    def _ban(self, root: Digest, peer_id: PeerId) -> None:
-        """Do not use this peer for this blob again."""
-        self._bans[root, peer_id] = None
-        if len(self._bans) > _REMEMBERED_BANS:
-            self._bans.popitem(last=False)
-
-    def _bug(self, peer_id: PeerId, error: Exception) -> None:
-        """A session failed by what nobody foresaw: counted each time, told the first time."""
-        self._failed(peer_id, "handler")
-        kind = type(error).__name__
-        if self._bugs.is_new(kind):
-            logger.warning("an exchange of chunks failed; that stream is closed: %s", kind, exc_info=error)
 
     def _waiting_for(self, download: Download) -> str:
         return (

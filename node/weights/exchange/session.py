@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 
-from node.clock import Clock
+from node.runtime import Runtime
 from node.transport.base import Stream
 from protocol.chunks import Frame, encode_frame
 from protocol.errors import SwarmError
@@ -34,10 +34,10 @@ def news_wait_s(sessions: int) -> float:
 class Session(ABC):
     """See the module's first lines."""
 
-    def __init__(self, stream: Stream, clock: Clock) -> None:
+    def __init__(self, runtime: Runtime, stream: Stream) -> None:
         self.peer_id = stream.peer_id
         self._stream = stream
-        self._clock = clock
+        self._runtime = runtime
         self._due = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._life: asyncio.TimerHandle | None = None

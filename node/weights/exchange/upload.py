@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-import random
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 
-from node.clock import Clock
+from cachetools import LRUCache
+
+from node.runtime import Runtime
 from node.transport.base import Stream
 from node.transport.limits import TokenBucket
 from node.weights.exchange.rate import Flow, RateLimit, tally
@@ -53,7 +54,8 @@ _APPEAR_STEP_S = 0.1
 _LATE_S = 0.5
 _LINGER_S = 3.0
 _MIN_AHEAD = 2
-_MIN_SLOTS = 2
+_FIRST_SLOTS, _MIN_SLOTS = 4, 2
+"""Chunks that may be on their way before the first acknowledgement, and always."""
 _SEEDED = 8
 """Blobs that are shown piece by piece at a time; an older one is shown as a whole."""
 _COPIES = 4
@@ -66,8 +68,8 @@ _FRAMES_PER_ANSWER = 3
 class UploadSession(Session):
     """One downloader of one blob."""
 
-    def __init__(self, stream: Stream, clock: Clock, stored: StoredBlob, uploads: Uploads) -> None:
-        super().__init__(stream, clock)
+    def __init__(self, runtime: Runtime, stream: Stream, stored: StoredBlob, uploads: Uploads) -> None:
+        super().__init__(runtime, stream)
         self.stored = stored
         self.queue: deque[int] = deque()
         """Chunks asked for, not being sent yet."""
@@ -138,7 +140,7 @@ class UploadSession(Session):
         data = await self._stream.receive(max_frame_bytes(blob))
         if self._earned:
             self._earned -= 1
-        elif not self._frames.take(self._clock.monotonic_s()):
+        elif not self._frames.take(self._runtime.monotonic_s()):
             raise LimitError(f"more than {_FRAMES_PER_S:g} frames per second", reason="flood")
         frame = decode_from_downloader(data, blob)
         match frame:
@@ -160,7 +162,7 @@ class UploadSession(Session):
                 f"{fresh} pieces acknowledged while {len(self.on_the_way)} are on their way", reason="ack"
             )
         self._acknowledged += fresh
-        now_s = self._clock.monotonic_s()
+        now_s = self._runtime.monotonic_s()
         for _ in range(fresh):
             _, size, sent_at_s = self.on_the_way.popleft()
             round_trip_s = now_s - sent_at_s
@@ -214,25 +216,21 @@ class UploadSession(Session):
 
 
 class Uploads:
-    """All upload sessions of this node. `slots`: chunks of typical size that may be on their way at least."""
+    """All upload sessions of this node. `failed(peer, reason)` hears what downloaders do wrong."""
 
     def __init__(
         self,
+        runtime: Runtime,
         store: WeightsStore,
         limit: RateLimit,
-        slots: int,
         failed: Callable[[PeerId, str], None],
-        clock: Clock,
-        rng: random.Random,
     ) -> None:
         self.uploaded: Counter[PeerId] = Counter()
         """Bytes of chunks sent, by peer."""
+        self._runtime = runtime
         self._store = store
         self._limit = limit
-        self._slots = slots
         self._failed = failed
-        self._clock = clock
-        self._rng = rng
         self._sessions: list[UploadSession] = []
         self._turns = 0
         self._turn_of: dict[PeerId, int] = {}
@@ -240,7 +238,8 @@ class Uploads:
         self._reveals: dict[Digest, Reveal] = {}
         self._bytes_on_the_way = 0
         self._flow: Flow | None = None
-        self._copies: OrderedDict[tuple[PeerId, Digest], int] = OrderedDict()
+        self._copies: LRUCache[tuple[PeerId, Digest], int] = LRUCache(_REMEMBERED)
+        """Bytes of a blob that a peer took."""
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -252,7 +251,7 @@ class Uploads:
         """Show this blob's chunks to one receiver each first."""
         while len(self._reveals) >= _SEEDED:
             self._show_all(next(iter(self._reveals)))
-        self._reveals[stored.blob.root] = Reveal(stored.count, self._rng)
+        self._reveals[stored.blob.root] = Reveal(stored.count, self._runtime.rng)
 
     def arrived_here(self, root: Digest, index: int) -> None:
         """A chunk was verified: whoever downloads this blob from here may ask for it."""
@@ -282,7 +281,7 @@ class Uploads:
         if taken > _COPIES * stored.blob.size:
             raise LimitError(f"{taken} bytes taken of a blob of {stored.blob.size}", reason="greedy")
         with stored.used():
-            session = UploadSession(stream, self._clock, stored, self)
+            session = UploadSession(self._runtime, stream, stored, self)
             session.reveal = reveal = self._reveals.get(request.root)
             shown = [] if reveal is not None else [i for i in range(stored.count) if stored.has(i)]
             session.shown_first(shown)
@@ -332,14 +331,12 @@ class Uploads:
         size = chunk_size(session.stored.blob, index)
         tally(self.uploaded, session.peer_id, size)
         key = (session.peer_id, session.stored.blob.root)
-        self._copies[key] = self._copies.pop(key, 0) + size
-        if len(self._copies) > _REMEMBERED:
-            self._copies.popitem(last=False)
+        self._copies[key] = self._copies.get(key, 0) + size
         self.pump()
 
     def arrived(self, size: int, sent_at_s: float) -> None:
         """A downloader acknowledged a piece."""
-        now_s = self._clock.monotonic_s()
+        now_s = self._runtime.monotonic_s()
         self._bytes_on_the_way -= size
         if self._flow is None:
             self._flow = Flow(sent_at_s)
@@ -350,7 +347,7 @@ class Uploads:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        now_s = self._clock.monotonic_s()
+        now_s = self._runtime.monotonic_s()
         self._reveal(now_s)
         while (session := self._next(now_s)) is not None:
             delay_s = self._limit.delay_s(now_s)
@@ -379,7 +376,7 @@ class Uploads:
         late = sum(late_of.values())
         chunk_bytes = ready[0].stored.blob.chunk_bytes
         if self._flow is None:
-            allowed: float = self._slots * chunk_bytes
+            allowed: float = _FIRST_SLOTS * chunk_bytes
         else:
             allowed = max(self._flow.window_bytes(), _MIN_SLOTS * chunk_bytes)
         if self._bytes_on_the_way - late >= allowed:

@@ -36,7 +36,7 @@ from swarm_cli.bench.broadcast.networks import MAX_NODES, Network, open_network,
 from swarm_cli.bench.measure import Say, envelope, rounded
 from swarm_cli.demo.processes import signals_interrupt
 
-__all__ = ["FULL", "QUICK", "Size", "bench_broadcast"]
+__all__ = ["FULL", "QUICK", "Size", "bench_broadcast", "open_folder"]
 
 _PREFIX = "swarm-broadcast-"
 _MEMORY = Path("/dev/shm")  # noqa: S108
@@ -80,7 +80,7 @@ class _Run:
 def bench_broadcast(size: Size, say: Say) -> dict[str, Any]:
     """The report. Raises ConfigError for what cannot be measured, OurFault when a node fails."""
     _check(size)
-    with signals_interrupt(), _folder(size) as folder, open_network(size.most + 1, size.mbit) as network:
+    with signals_interrupt(), open_folder(size) as folder, open_network(size.most + 1, size.mbit) as network:
         say(f"network: {network.kind}" + (f", {network.reason}" if network.reason else ""))
         bench = _Bench(size, network, folder, say)
         results: dict[str, Any] = {"mbit": size.mbit, "network": network.kind, "n": []}
@@ -222,7 +222,7 @@ def _check(size: Size) -> None:
 
 
 @contextlib.contextmanager
-def _folder(size: Size) -> Iterator[Path]:
+def open_folder(size: Size) -> Iterator[Path]:
     """An empty folder for the block, in memory where there is room for everybody's copy. Those of killed
     runs are removed."""
     places = [_MEMORY, Path(tempfile.gettempdir())]

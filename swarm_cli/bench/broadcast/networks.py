@@ -28,7 +28,9 @@ __all__ = [
     "MAX_NODES",
     "LinkBytes",
     "Network",
+    "NoNamespacesError",
     "Site",
+    "call",
     "enter",
     "link_bytes",
     "loopback",
@@ -82,8 +84,8 @@ class LinkBytes:
     down: int
 
 
-class _NoNamespacesError(Exception):
-    """Why."""
+class NoNamespacesError(Exception):
+    """Says why namespaces cannot be used here."""
 
 
 @contextlib.contextmanager
@@ -94,7 +96,7 @@ def open_network(nodes: int, mbit: float) -> Iterator[Network]:
         try:
             remove_leftovers()
             network = _make(prefix, nodes, mbit)
-        except _NoNamespacesError as error:
+        except NoNamespacesError as error:
             network = loopback(nodes, mbit, str(error))
         yield network
     finally:
@@ -125,8 +127,8 @@ def set_link(site: Site, *, up: bool) -> None:
     if site.namespace is None:
         raise OurFault("a node on the loopback device cannot be cut off")
     try:
-        _call("ip", "-n", site.namespace, "link", "set", _DEVICE, "up" if up else "down")
-    except _NoNamespacesError as error:
+        call("ip", "-n", site.namespace, "link", "set", _DEVICE, "up" if up else "down")
+    except NoNamespacesError as error:
         raise OurFault(f"a node of the bench cannot be cut off: {error}") from None
 
 
@@ -146,57 +148,57 @@ def link_bytes(process_id: int) -> LinkBytes | None:
 
 def _make(prefix: str, nodes: int, mbit: float) -> Network:
     if os.geteuid() != 0:
-        raise _NoNamespacesError("network namespaces need root")
+        raise NoNamespacesError("network namespaces need root")
     hub = f"{prefix}-hub"
-    _call("ip", "netns", "add", hub)
-    _call("ip", "-n", hub, "link", "add", "hub", "type", "bridge", "mcast_snooping", "0")
-    _call("ip", "-n", hub, "link", "set", "hub", "up")
+    call("ip", "netns", "add", hub)
+    call("ip", "-n", hub, "link", "add", "hub", "type", "bridge", "mcast_snooping", "0")
+    call("ip", "-n", hub, "link", "set", "hub", "up")
     for name in _FILTERS:
         _set(hub, f"net.bridge.bridge-nf-call-{name}", "0")
     shaping = ("tbf", "rate", f"{round(mbit * 1e6)}bit", "burst", BURST, "latency", QUEUE)
     sites = []
     for number in range(nodes):
         name, port, address = f"{prefix}-{number}", f"port{number}", f"10.213.0.{number + 1}"
-        _call("ip", "netns", "add", name)
+        call("ip", "netns", "add", name)
         any(_set(name, "net.ipv4.tcp_congestion_control", each) for each in _CONGESTION_CONTROL)
         veth = ("name", port, "netns", hub, "type", "veth", "peer", "name", _DEVICE, "netns", name)
-        _call("ip", "link", "add", *veth)
-        _call("ip", "-n", name, "address", "add", f"{address}/24", "dev", _DEVICE)
+        call("ip", "link", "add", *veth)
+        call("ip", "-n", name, "address", "add", f"{address}/24", "dev", _DEVICE)
         for namespace, device in ((name, "lo"), (name, _DEVICE)):
-            _call("ip", "-n", namespace, "link", "set", device, "up")
-        _call("ip", "-n", hub, "link", "set", port, "master", "hub", "up")
+            call("ip", "-n", namespace, "link", "set", device, "up")
+        call("ip", "-n", hub, "link", "set", port, "master", "hub", "up")
         for namespace, device in ((name, _DEVICE), (hub, port)):
-            _call("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", *shaping)
+            call("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", *shaping)
         sites.append(Site(address, name))
     return Network("namespaces", tuple(sites))
 
 
 def _set(namespace: str, key: str, value: str) -> bool:
     """Whether the kernel took a setting of this namespace."""
-    with contextlib.suppress(_NoNamespacesError):
-        _call("ip", "netns", "exec", namespace, "sysctl", "-q", "-w", f"{key}={value}")
+    with contextlib.suppress(NoNamespacesError):
+        call("ip", "netns", "exec", namespace, "sysctl", "-q", "-w", f"{key}={value}")
         return True
     return False
 
 
-def _call(*command: str) -> str:
-    """Raises _NoNamespacesError."""
+def call(*command: str) -> str:
+    """What a command prints. Raises NoNamespacesError when it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise _NoNamespacesError(f"`{command[0]}` did not run: {error}") from None
+        raise NoNamespacesError(f"`{command[0]}` did not run: {error}") from None
     if done.returncode:
         words = " ".join(done.stderr.split())[:200]
-        raise _NoNamespacesError(f"`{' '.join(command)}` failed: {words}")
+        raise NoNamespacesError(f"`{' '.join(command)}` failed: {words}")
     return done.stdout
 
 
 def _remove(chosen: Callable[[str], bool]) -> None:
     try:
-        listed = _call("ip", "netns", "list")
-    except _NoNamespacesError:
+        listed = call("ip", "netns", "list")
+    except NoNamespacesError:
         return
     for name in (line.split()[0] for line in listed.splitlines() if line.strip()):
         if _NAME.fullmatch(name) and chosen(name):
-            with contextlib.suppress(_NoNamespacesError):
-                _call("ip", "netns", "delete", name)
+            with contextlib.suppress(NoNamespacesError):
+                call("ip", "netns", "delete", name)

@@ -17,6 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from node.clock import SystemClock
+from node.compute import ThreadCompute
+from node.events import EventBus
+from node.runtime import Runtime
 from node.state.keys import load_or_create_key
 from node.transport import open_transport, peer_id_of
 from node.transport.base import Stream, Transport, TransportLimits
@@ -55,15 +58,15 @@ class _SwarmMember(Member):
             raise RuntimeError("the node is not open")
         return self._transport
 
+    def use(self, transport: Transport) -> None:
+        """Reach the others by this."""
+        self._transport = transport
+
     async def open(self) -> dict[str, Any]:
         key = self.place.folder / "key"
         load_or_create_key(key)
-        self._transport = await open_transport(
-            key,
-            listen=f"/ip4/{self.place.site.address}/tcp/0",
-            limits=self.limits,
-            rng=self._rng,
-        )
+        listen = f"/ip4/{self.place.site.address}/tcp/0"
+        self.use(await open_transport(key, listen=listen, limits=self.limits, rng=self._rng))
         address = next(each for each in self.transport.addresses() if self.place.site.address in each)
         return {"address": address, **self.offer()}
 
@@ -116,12 +119,11 @@ class ExchangeMember(_SwarmMember):
 
     def offer(self) -> dict[str, Any]:
         self._exchange = Exchange(
+            Runtime(SystemClock(), ThreadCompute(), EventBus(), random.Random(self.place.number)),
             self.transport,
             self._store,
             providers=self._providers,
             failed=self._failed,
-            clock=SystemClock(),
-            rng=random.Random(self.place.number),
             upload_mbit=self.place.cap_mbit,
             download_mbit=self.place.cap_mbit,
         )

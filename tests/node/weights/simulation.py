@@ -21,6 +21,7 @@ from node.weights.exchange.store import WeightsStore
 from protocol.errors import SwarmError
 from protocol.identity import Identity
 from protocol.messages import ChunkedBlob, Digest, PeerId
+from tests.node.runtimes import make_runtime
 
 HOME = LinkConditions(5.0, 15.0)
 
@@ -40,13 +41,11 @@ class Node:
         self.transport: MemoryTransport = network.transport(identity.peer_id)
         self.store = WeightsStore(folder / str(seed), 1 << 40)
         self.exchange = Exchange(
+            make_runtime(seed=seed),
             self.transport,
             self.store,
             providers=self._providers,
             failed=self._failed,
-            clock=VirtualClock(),
-            rng=random.Random(seed),
-            run_blocking=inline,
             **options,
         )
 

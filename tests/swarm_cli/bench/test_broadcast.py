@@ -56,7 +56,7 @@ class Kernel:
         line = " ".join(command)
         self.commands.append(line)
         if self.fails_at and self.fails_at in line:
-            raise networks._NoNamespacesError(f"`{line}` failed: not today")
+            raise networks.NoNamespacesError(f"`{line}` failed: not today")
         match command:
             case ("ip", "netns", "add", name):
                 self.namespaces.append(name)
@@ -70,7 +70,7 @@ class Kernel:
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
     kernel = Kernel()
-    monkeypatch.setattr(networks, "_call", kernel.call)
+    monkeypatch.setattr(networks, "call", kernel.call)
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     return kernel
 
@@ -157,7 +157,7 @@ def joined(door: Door, timeout_s: float = 60.0) -> Door:
     """After a node behind this door has joined the one before it."""
     place = Place(1, Site("10.213.0.2"), Path("unused"), Path("unused"), 0.0)
     member = UnicastMember(place)
-    member._transport = cast("Transport", door)
+    member.use(cast("Transport", door))
     ids = [Identity.from_seed(bytes([number]) * 32).peer_id for number in (1, 2)]
     others = [{"address": f"/ip4/10.213.0.1/tcp/1/p2p/{peer_id}", "size": 1} for peer_id in ids]
     run_virtual(member.join(others, timeout_s))
@@ -225,7 +225,7 @@ def test_folders_of_dead_runs_are_removed(tmp_path: Path, monkeypatch: pytest.Mo
         dead += 1
     for name in (f"swarm-broadcast-{dead}-x", f"swarm-broadcast-{os.getppid()}-x", "swarm-broadcast-x"):
         (tmp_path / name / "run").mkdir(parents=True)
-    with bench._folder(QUICK) as folder:
+    with bench.open_folder(QUICK) as folder:
         assert folder.parent == tmp_path
         assert list(folder.iterdir()) == []
     assert {each.name for each in tmp_path.iterdir()} == {
@@ -287,7 +287,7 @@ def test_user_space_limits_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def no_namespaces(*_: object) -> networks.Network:
-    raise networks._NoNamespacesError("not today")
+    raise networks.NoNamespacesError("not today")
 
 
 @pytest.mark.net
@@ -322,7 +322,7 @@ def test_nothing_stays_behind(
 
 
 def namespaces_of(process_id: int) -> list[str]:
-    listed = networks._call("ip", "netns", "list").splitlines()
+    listed = networks.call("ip", "netns", "list").splitlines()
     return [line for line in listed if line.startswith(f"swarm-bench-{process_id}-")]
 
 

@@ -21,6 +21,7 @@ from protocol.chunks import describe
 from protocol.errors import DeadlineError, DecodeError, LimitError, LocalProtocolError
 from protocol.identity import Identity
 from protocol.messages import ChunkedBlob
+from tests.node.runtimes import make_runtime
 from tests.node.weights.simulation import HOME, Node, peer_id_of, simulate
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -267,12 +268,11 @@ def test_descriptions_that_nobody_should_sign_are_refused_before_anybody_is_aske
         network = MemoryNetwork(clock=VirtualClock())
         identity = Identity.from_seed(bytes(32))
         exchange = Exchange(
+            make_runtime(),
             network.transport(identity.peer_id),
             WeightsStore(tmp_path, MIB),
             providers=lambda root: pytest.fail("asked for providers"),
             failed=lambda peer_id, reason: pytest.fail("blamed a peer"),
-            clock=VirtualClock(),
-            rng=random.Random(1),
         )
         with pytest.raises(LimitError) as refused:
             await exchange.fetch(ChunkedBlob("0" * 64, MIB + 1, 16 * KIB), 1.0)
@@ -308,12 +308,11 @@ async def test_over_real_streams(tmp_path):
         stores.append(WeightsStore(tmp_path / str(number), 1 << 30))
         exchanges.append(
             Exchange(
+                make_runtime(SystemClock(), seed=number),
                 transport,
                 stores[-1],
                 providers=lambda root: everybody,
                 failed=lambda peer_id, reason: blamed.append((peer_id, reason)),
-                clock=SystemClock(),
-                rng=random.Random(number),
             )
         )
     try:
