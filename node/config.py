@@ -26,6 +26,7 @@ __all__ = [
     "BroadcastConfig",
     "EvaluateConfig",
     "FollowConfig",
+    "MergeConfig",
     "NetworkConfig",
     "NodeConfig",
     "OwnObjective",

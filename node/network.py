@@ -2,7 +2,7 @@
 
 For: what a trainer and a follower have in common towards peers. Data in: own groups to publish; data out:
 announcements of others (`gossip.heard()`), neighbours and their records (`presence`). Not for: what is done
-with peers' groups (`node/share/collect.py`, `node/verify`), nor for weights (`node/broadcast`).
+with peers' groups (`node/share/collect.py`, `node/verify`), nor for weights (`node/weights`).
 """
 
 from __future__ import annotations

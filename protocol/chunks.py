@@ -13,7 +13,7 @@ chunk.
         <------------------------ Have, Piece, Tell
 
 A frame is a kind byte and little-endian u32s; only a Piece carries more. Not for who asks whom for which
-chunk, nor for telling whether a frame fits the state of an exchange: `node/broadcast/`.
+chunk, nor for telling whether a frame fits the state of an exchange: `node/weights/`.
 """
 
 from __future__ import annotations

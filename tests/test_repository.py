@@ -99,6 +99,20 @@ def test_only_the_command_line_writes_to_the_terminal() -> None:
     assert [offender for offender in offenders if offender.partition(":")[0] not in owners] == []
 
 
+def test_files_that_are_named_exist() -> None:
+    """In documents and in the code: paths from the root, and links."""
+    documents = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    missing = []
+    for path in [*documents, *MODULES, *(ROOT / "tests").rglob("*.py")]:
+        text = path.read_text(encoding="utf-8")
+        named = re.findall(r"`((?:node|protocol|swarm_cli|tests|configs|docs)/[\w./-]*)`", text)
+        missing += [f"{name_of(path)}: {name}" for name in named if not (ROOT / name).exists()]
+    for path in documents:
+        links = re.findall(r"\]\(([^)#:]+)\)", path.read_text(encoding="utf-8"))
+        missing += [f"{name_of(path)}: {link}" for link in links if not (path.parent / link).exists()]
+    assert missing == []
+
+
 def test_extras_that_are_named_exist() -> None:
     """What a message, a comment or the README tells to install can be installed."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
