@@ -50,14 +50,11 @@ import msgspec
 from node.core import NodeCore, Stages
 from node.events import Health, NoticeLevel
 from node.membership import Membership
-from node.network import Network
 from node.open.parts import Parts
 from node.open.stores import Stores
-from node.peers.trust import Hardness
 from node.runtime import Runtime
 from node.share.accepted import Accepted
-from node.share.collect import Collector, Fetched
-from node.share.gossip import Heard
+from node.share.collect import Collector
 from node.share.pool import ReplayPool
 from node.supervise import StageGauge, resident_bytes
 from node.train.checkpoints import Checkpoints
@@ -65,7 +62,7 @@ from node.train.evaluate import Evaluator, HeldOut
 from node.train.stage import TrainStage
 from node.train.stepper import open_stepper
 from node.transport.base import Transport
-from node.verify.lineage import OwnLineage
+from node.verify.lineage import OwnPolicy
 from node.verify.pipeline import Verifier
 from node.verify.stage import VerifyStage
 from node.weight.own import OwnGroups
@@ -79,13 +76,6 @@ from node.weights.sharing import WeightsSharing
 from protocol.messages import Lineage
 
 __all__ = ["Node"]
-
-STOCK_STEPS = 2
-"""Unused groups kept in the pool, in steps' worth of external groups: enough to choose, little to grow
-stale."""
-SETTLE_MS = 3000
-"""After its first connection a node hears the past by reconciliation, in no order: of a copy and its original
-either may come first. What is heard until then is evidence for the copy check, and not fetched."""
 
 
 class Node(NodeCore):
@@ -112,8 +102,6 @@ class Node(NodeCore):
         super().__init__(parts, runtime, membership, stores, transport, rss_bytes)
         config = self.config
         self._pool = ReplayPool(config.share.pool_groups, config.share.max_uses, self._runtime.rng)
-        self._pool.after_draw = self._nudge
-        self._fetched: asyncio.Queue[Fetched] = asyncio.Queue(config.verify.queue)
         self._held_out = HeldOut(
             parts.engine,
             parts.policy,
@@ -167,9 +155,7 @@ class Node(NodeCore):
         )
         self._gauge(
             self._rollout.gauge,
-            StageGauge(
-                "verify", self._runtime.clock, "fetched bodies", self._fetched.maxsize, self._fetched.qsize
-            ),
+            StageGauge("verify", self._runtime.clock, "fetched bodies"),
             StageGauge("share", self._runtime.clock, "offers", self._pool.capacity, lambda: len(self._pool)),
             self._weight.gauge,
             self._training.gauge,
@@ -177,22 +163,30 @@ class Node(NodeCore):
             *([StageGauge("merge", self._runtime.clock, "the next round")] if config.merge.enabled else []),
         )
         self._verifier = Verifier(
-            self._membership.charter,
-            self._membership.swarm_id,
+            self._membership,
             self._peers,
-            clock=self._runtime.clock,
-            compute=self._runtime.compute,
-            item_at=self._universe.item,
-            scorer=parts.sandbox,
-            decoders=learner.decoders,
-            policy=parts.policy,
-            engine=parts.engine,
-            own=OwnLineage(self._lineage, lambda: learner.trainer.policy_version),
+            self._universe.item,
+            parts.sandbox,
+            learner.decoders,
+            own=OwnPolicy(self._lineage, parts.policy, parts.engine),
             enabled=config.verify.enabled,
         )
         self._collector: Collector | None = None
+        self._verify: VerifyStage | None = None
         if self._network is not None:
-            self._collector = self._collect(self._network)
+            self._collector = Collector(
+                self._runtime,
+                self._peers,
+                self._network.gossip,
+                self._pool,
+                self._verifier,
+                self._engine,
+                config,
+            )
+            self._verify = VerifyStage(
+                self._runtime, self._peers, self._collector.fetched, self._verifier, self._pool
+            )
+            self._gauges |= {"verify": self._verify.gauge, "share": self._collector.gauge}
 
     @property
     def finished(self) -> asyncio.Event:
@@ -205,38 +199,9 @@ class Node(NodeCore):
 
     # --- wiring -------------------------------------------------------------------------------------------
 
-    def _collect(self, network: Network) -> Collector:
-        share = self.config.share
-        return Collector(
-            network.transport,
-            network.gossip,
-            queue=self._fetched,
-            gauge=self._gauges["share"],
-            parallel=share.fetch_parallel,
-            timeout_s=share.fetch_timeout_s,
-            clock=self._runtime.clock,
-            wanted=self._wanted,
-            waiting_of=self._pool.unused,
-            answered=lambda prompt: False,
-            worth_keeping=self._worth_keeping,
-            still_fresh=lambda heard: self._verifier.is_fresh(heard.sender, heard.announcement),
-            failed=self._peers.refused,
-        )
-
     def _adoption(self, merger: Merger) -> MergeAdoption:
         return MergeAdoption(
             self._runtime, self._learner.trainer, self._engine, merger, self._held_out, self.config.merge
-        )
-
-    def _verify(self) -> VerifyStage:
-        return VerifyStage(
-            self._verifier,
-            queue=self._fetched,
-            pool=self._pool,
-            peers=self._peers,
-            clock=self._runtime.clock,
-            bus=self._runtime.bus,
-            gauge=self._gauges["verify"],
         )
 
     def _stages(self) -> Stages:
@@ -245,8 +210,8 @@ class Node(NodeCore):
             "train": self._training.run(),
             "end": self._end_when_finished(),
         }
-        if self._collector is not None:
-            stages |= {"verify": self._verify().run(), "collect": self._collector.run()}
+        if self._collector is not None and self._verify is not None:
+            stages |= {"verify": self._verify.run(), "collect": self._collector.run()}
         if self._publisher is not None:
             stages["publish"] = self._publisher.run()
         if self._merger is not None:
@@ -296,35 +261,6 @@ class Node(NodeCore):
         if self._network is not None and self._collector is not None and not self._engine.not_sharing:
             self._verifier.observe_own(own)
             await self._network.publisher.publish(own, body)
-            self._collector.nudge()
-
-    def _wanted(self) -> int:
-        """Groups the pool has need of."""
-        if self._engine.not_sharing:
-            return 0
-        return STOCK_STEPS * self.config.train.external_groups - self._pool.unused()
-
-    def _worth_keeping(self, heard: Heard) -> bool:
-        """Counts an announcement; False when what it says already refuses it, or its author is in
-        quarantine."""
-        if self._network is not None:
-            self._network.presence.seek(heard.sender)
-        verdict = self._verifier.observe(heard.sender, heard.announcement, heard.arrived_at)
-        if verdict.reason:
-            self._peers.rejected(heard.sender, verdict.reason)
-            if verdict.blames_author:
-                self._peers.judged(heard.sender, Hardness.HARD)
-            return False
-        self._peers.announced(heard.sender, heard.announcement)
-        return self._settled() and not self._peers.quarantined(heard.sender)
-
-    def _settled(self) -> bool:
-        connected_at = self._network.presence.first_connected_at if self._network is not None else None
-        return connected_at is not None and self._runtime.now_ms() - connected_at >= SETTLE_MS
-
-    def _nudge(self) -> None:
-        if self._collector is not None:
-            self._collector.nudge()
 
     # --- events -------------------------------------------------------------------------------------------
 

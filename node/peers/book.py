@@ -89,9 +89,12 @@ class PeerBook:
         seen.lag_sum += max(0, seen.versions.get(lineage, policy_version) - policy_version)
         seen.age_sum += max(0.0, self._membership.window() - window - 1)
 
-    def rejected(self, peer_id: PeerId, reason: str) -> None:
-        """Verification rejected a group or an announcement of this peer."""
+    def rejected(self, peer_id: PeerId, reason: str, found: Hardness | None = None) -> None:
+        """Verification rejected a group or an announcement of this peer; `found` counts against its trust,
+        None where it is no fault of the peer's."""
         self._touch(peer_id).rejected[reason] += 1
+        if found is not None:
+            self.judged(peer_id, found)
 
     def refused(self, peer_id: PeerId, reason: str) -> None:
         """Something of this peer was refused before verification: a message, a stream, a blob, a handshake.
@@ -129,8 +132,10 @@ class PeerBook:
 
     def newest_version(self, peer_id: PeerId, lineage: Lineage) -> int | None:
         """Newest version of `lineage` that this peer announced, None before the first."""
-        seen = self._seen.get(peer_id)
-        return seen.versions.get(lineage) if seen is not None else None
+        try:  # not `in` and then `[]`: verification asks from its own thread
+            return self._seen[peer_id].versions[lineage]
+        except KeyError:
+            return None
 
     def active(self) -> tuple[PeerId, ...]:
         """Peers that announced something valid in the last windows and are not in quarantine."""

@@ -3,10 +3,10 @@
     bootstraps --> first neighbour --> DHT: own record in, records of heard authors out --> more neighbours
 
 A node can always start alone: `run` keeps trying the bootstrap addresses, exchanges `Hello` with every new
-neighbour and keeps this node's signed record in the DHT. Whoever is heard and not connected is looked up
-there (`seek`). The handshake is where another protocol version, another swarm or a closed door is told in one
-sentence. The charter is served to anyone who asks, so that `swarm join <address>` needs nothing but an
-address.
+neighbour and keeps this node's signed record in the DHT. Whoever the book knows as active, or `seek` names,
+and is not connected is looked up there. The handshake is where another protocol version, another swarm or a
+closed door is told in one sentence. The charter is served to anyone who asks, so that `swarm join <address>`
+needs nothing but an address.
 """
 
 from __future__ import annotations
@@ -139,8 +139,6 @@ class Presence:
         self.known: FIFOCache[PeerId, PeerRecord] = FIFOCache(KNOWN_PEERS)
         """The last record of each neighbour."""
         self.connected: frozenset[PeerId] = frozenset()
-        self.first_connected_at: int | None = None
-        """Swarm time at which the first neighbour was seen, ms."""
         self.stored: PeerRecord | None = None
         """This node's record as it was last put into the DHT."""
         self._dials = Backoff[str](
@@ -158,7 +156,7 @@ class Presence:
         transport.serve(CHARTER_PROTOCOL, self._answer_charter)
 
     def seek(self, peer_id: PeerId) -> None:
-        """Find this member of the swarm, unless it is a neighbour. Cheap: for every sender that is heard."""
+        """Find this member of the swarm, unless it is a neighbour. Cheap."""
         if peer_id not in self._sought and peer_id not in {*self.connected, self._membership.peer_id}:
             self._sought[peer_id] = None
 
@@ -190,8 +188,6 @@ class Presence:
                 self.connected = frozenset(peer.peer_id for peer in await self._transport.peers())
             except TransportError:
                 self.connected = frozenset()
-            if self.connected and self.first_connected_at is None:
-                self.first_connected_at = self._runtime.now_ms()
             # Whoever has the lineage is asked for its weights: a follower with another owner says so at once.
             known = self.known.keys() if self.lineage == self._said else frozenset[PeerId]()
             self._said = self.lineage
@@ -212,6 +208,8 @@ class Presence:
         """Look up a few of those who were heard and are not connected, each ever more rarely."""
         while True:
             await asyncio.sleep(ROUND_S)
+            for peer_id in self._peers.active():
+                self.seek(peer_id)
             for peer_id in self._sought.keys() & self.connected:
                 del self._sought[peer_id]
                 self._searches.succeeded(peer_id)

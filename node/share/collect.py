@@ -1,46 +1,73 @@
 """Others' groups come in: choose among announcements by need, fetch the bodies, hand them to verification.
 
-`Collector` consumes what gossip heard, keeps the offers that still make sense (bounded per author), and
-fetches while the pool has need. Chosen first: offers whose prompt this node answered too (they allow
-capability-aware advantages), then authors with the fewest groups waiting, then the newest. Fetching is
-bounded in bytes (the announced size, never what the sender streams), in time and in parallel; an author whose
-bodies do not come rests, each time twice as long, so that stalling a few fetches does not stop all of them.
-Judging is not done here.
+    gossip --Heard--> known already as refused? --> offers --need--> fetch --Candidate--> `fetched`
+
+`Collector` decides what this node needs and whom to ask. Need is what is missing in the pool for the next
+steps; while it lasts, the author with the fewest groups waiting is asked for its newest. Fetching is bounded
+in bytes (the announced size, never what the sender streams), in time and in parallel; an author whose bodies
+do not come rests, each time twice as long, so that stalling a few fetches does not stop all of them. Judging
+bodies is not done here, nor is learning who is where (`node/peers/presence.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict, deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter, deque
+from typing import Protocol
 
-from node.clock import Clock
-from node.share.gossip import Gossip, Heard
+from cachetools import FIFOCache
+
+from node.config import NodeConfig
+from node.peers.backoff import Backoff
+from node.peers.book import PeerBook
+from node.peers.trust import Hardness
+from node.runtime import Runtime
+from node.share.gossip import Gossip
+from node.share.heard import Candidate, Heard
+from node.share.pool import ReplayPool
 from node.supervise import StageGauge
 from node.transport.base import Transport
 from protocol.codec import decode, encode
 from protocol.constants import MAX_FRAME_BYTES
 from protocol.errors import DecodeError, RemoteProtocolError, TransportError
-from protocol.messages import BlobReply, BlobRequest, PeerId, PromptRef
+from protocol.messages import BlobReply, BlobRequest, PeerId
 from protocol.topics import BLOB_PROTOCOL
 
-__all__ = ["Collector", "Fetched", "fetch_body"]
+__all__ = ["Collector", "fetch_body"]
 
 log = logging.getLogger(__name__)
 OFFERS_PER_AUTHOR = 64
 AUTHORS = 256
 REST_S, MAX_REST_S = 2.0, 30.0
 """How long an author is left alone after a fetch that failed."""
+STOCK_STEPS = 2
+"""Unused groups kept in the pool, in steps' worth of external groups: enough to choose, little to grow
+stale."""
+SETTLE_MS = 3000
+"""After its first connection a node hears the past by reconciliation, in no order: of a copy and its original
+either may come first. What is heard until then is evidence for the copy check, and not fetched."""
 
 
-@dataclass(frozen=True, slots=True)
-class Fetched:
-    """An announcement with its body, unverified. share.collect -> verify."""
+class _Verdict(Protocol):
+    @property
+    def reason(self) -> str: ...
+    @property
+    def found(self) -> Hardness | None: ...
 
-    heard: Heard
-    body: bytes
+
+class _Observer(Protocol):
+    """`node.verify.pipeline.Verifier`, which knows what is in this folder."""
+
+    def observe(self, heard: Heard) -> _Verdict: ...
+    def is_fresh(self, heard: Heard) -> bool: ...
+
+
+class _Sharing(Protocol):
+    """`node.weights.engine_sync.EngineSync`: why this node shares nothing more, "" while it does."""
+
+    @property
+    def not_sharing(self) -> str: ...
 
 
 async def fetch_body(transport: Transport, peer_id: PeerId, heard: Heard, timeout_s: float) -> bytes:
@@ -68,44 +95,43 @@ async def fetch_body(transport: Transport, peer_id: PeerId, heard: Heard, timeou
 
 
 class Collector:
-    """Keeps offers, fetches by need. `fetched` is the bounded queue that verification reads."""
+    """Keeps offers, fetches by need. Verification reads the bounded queue `fetched`."""
 
     def __init__(
         self,
-        transport: Transport,
+        runtime: Runtime,
+        peers: PeerBook,
         gossip: Gossip,
-        *,
-        queue: asyncio.Queue[Fetched],
-        gauge: StageGauge,
-        parallel: int,
-        timeout_s: float,
-        clock: Clock,
-        wanted: Callable[[], int],
-        waiting_of: Callable[[PeerId], int],
-        answered: Callable[[PromptRef], bool],
-        worth_keeping: Callable[[Heard], bool],
-        still_fresh: Callable[[Heard], bool],
-        failed: Callable[[PeerId, str], None],
+        pool: ReplayPool,
+        verifier: _Observer,
+        sharing: _Sharing,
+        config: NodeConfig,
     ) -> None:
-        self._transport = transport
+        self._runtime = runtime
+        self._peers = peers
         self._gossip = gossip
-        self._queue = queue
-        self._gauge = gauge
-        self._parallel = parallel
-        self._timeout_s = timeout_s
-        self._clock = clock
-        self._wanted = wanted
-        self._waiting_of = waiting_of
-        self._answered = answered
-        self._worth_keeping = worth_keeping
-        self._still_fresh = still_fresh
-        self._failed = failed
-        self._offers: OrderedDict[PeerId, deque[Heard]] = OrderedDict()
-        self._changed = asyncio.Event()
-        self._fetching: dict[PeerId, int] = {}
-        self._rests: OrderedDict[PeerId, tuple[float, float]] = OrderedDict()
-        """Authors whose last fetch failed: how long they rest, and until when."""
+        self._pool = pool
+        self._verifier = verifier
+        self._sharing = sharing
+        self._stock = STOCK_STEPS * config.train.external_groups
+        self._parallel = config.share.fetch_parallel
+        self._timeout_s = config.share.fetch_timeout_s
+        self.fetched: asyncio.Queue[Candidate] = asyncio.Queue(config.verify.queue)
+        self.gauge = StageGauge("share", runtime.clock, "offers", pool.capacity, lambda: len(pool))
         self.bodies_fetched = 0
+        self._offers: FIFOCache[PeerId, deque[Heard]] = FIFOCache(AUTHORS)
+        """In order of arrival."""
+        self._changed = asyncio.Event()
+        self._fetching: Counter[PeerId] = Counter()
+        self._rests = Backoff[PeerId](REST_S, MAX_REST_S, max_keys=AUTHORS)
+        pool.after_draw = self._changed.set
+
+    @property
+    def need(self) -> int:
+        """Bodies to fetch now: what the pool lacks for the next steps and is not on its way."""
+        if self._sharing.not_sharing:
+            return 0
+        return self._stock - self._pool.unused() - self._fetching.total() - self.fetched.qsize()
 
     async def run(self) -> None:
         """Listen and fetch until cancelled."""
@@ -114,86 +140,86 @@ class Collector:
             for number in range(self._parallel):
                 group.create_task(self._fetch_loop(), name=f"share.collect.fetch{number}")
 
-    def nudge(self) -> None:
-        """Need may have changed (a draw, an own answer): look again."""
-        self._changed.set()
-
     async def _listen(self) -> None:
         async for heard in self._gossip.heard():
-            if not self._worth_keeping(heard) or not heard.announcement.mixed:
-                continue
-            self._offers.setdefault(heard.sender, deque(maxlen=OFFERS_PER_AUTHOR)).append(heard)
-            self._offers.move_to_end(heard.sender)
-            while len(self._offers) > AUTHORS:
-                self._offers.popitem(last=False)
-            self._changed.set()
+            if self._is_worth_keeping(heard):
+                offers = self._offers.get(heard.sender) or deque(maxlen=OFFERS_PER_AUTHOR)
+                offers.append(heard)
+                self._offers[heard.sender] = offers
+                self._changed.set()
+
+    def _is_worth_keeping(self, heard: Heard) -> bool:
+        """Enter an announcement into the book, for or against its author. False when nothing is to be
+        fetched: it is refused for what it says, its author is in quarantine, or it came too early."""
+        verdict = self._verifier.observe(heard)
+        if verdict.reason:
+            self._peers.rejected(heard.sender, verdict.reason, verdict.found)
+            return False
+        self._peers.announced(heard.sender, heard.announcement)
+        first_at = self._gossip.first_neighbour_at
+        settled = first_at is not None and self._runtime.now_ms() - first_at >= SETTLE_MS
+        return settled and heard.announcement.mixed and not self._peers.quarantined(heard.sender)
 
     async def _fetch_loop(self) -> None:
         while True:
             heard = self._choose()
             if heard is None:
-                with self._gauge.waiting("need" if any(self._offers.values()) else "offers"):
+                with self.gauge.waiting("need" if self._offers else "offers"):
                     await self._changed.wait()
                 self._changed.clear()
                 continue
             author = heard.sender
-            self._fetching[author] = self._fetching.get(author, 0) + 1
+            self._fetching[author] += 1
             try:
-                with self._gauge.working():
-                    body = await fetch_body(self._transport, author, heard, self._timeout_s)
+                with self.gauge.working():
+                    body = await fetch_body(self._gossip.transport, author, heard, self._timeout_s)
             except TimeoutError:
-                self._failed(author, "deadline")
+                self._peers.refused(author, "deadline")
                 self._rest(author)
             except TransportError as error:
                 log.debug("fetch from %s failed: %s", author, error)
                 self._rest(author)
             except RemoteProtocolError as error:
-                self._failed(author, error.reason)
+                self._peers.refused(author, error.reason)
                 self._rest(author)
             else:
                 self.bodies_fetched += 1
-                self._rests.pop(author, None)
-                with self._gauge.waiting("room in verify"):
-                    await self._queue.put(Fetched(heard, body))
+                self._rests.succeeded(author)
+                with self.gauge.waiting("room in verify"):
+                    await self.fetched.put(Candidate(heard, body))
             finally:
-                self._fetching[author] -= 1
-                if not self._fetching[author]:
-                    del self._fetching[author]
+                self._fetching -= Counter({author: 1})  # without those at zero
 
     def _rest(self, author: PeerId) -> None:
         """Leave an author alone for a while after a failure."""
-        rest_s, _ = self._rests.pop(author, (REST_S / 2, 0.0))
-        rest_s = min(2 * rest_s, MAX_REST_S)
-        self._rests[author] = (rest_s, self._clock.monotonic_s() + rest_s)
-        while len(self._rests) > AUTHORS:
-            self._rests.popitem(last=False)
+        rest_s = self._rests.failed(author, self._runtime.monotonic_s())
         asyncio.get_running_loop().call_later(rest_s, self._changed.set)
 
     def _choose(self) -> Heard | None:
-        if self._wanted() <= sum(self._fetching.values()) + self._queue.qsize():
+        """The newest offer of the author with the fewest groups waiting, while there is need."""
+        if self.need <= 0:
             return None
-        now_s = self._clock.monotonic_s()
-        best: tuple[tuple[bool, int, int], Heard] | None = None
-        for author in list(self._offers):
-            if now_s < self._rests.get(author, (0.0, 0.0))[1]:
-                continue  # before its offers are looked at: those of 256 authors take 25 ms
-            offers = self._fresh_offers(author)
-            load = self._waiting_of(author) + self._fetching.get(author, 0)
-            for heard in offers:
-                key = (not self._answered(heard.announcement.prompt), load, -heard.arrived_at)
-                if best is None or key < best[0]:
-                    best = (key, heard)
-        if best is None:
+        now_s = self._runtime.monotonic_s()
+        newest = {
+            author: heard
+            for author in tuple(self._offers)
+            if not self._rests.ready_in_s(author, now_s) and (heard := self._newest(author)) is not None
+        }
+        if not newest:
             return None
-        self._offers[best[1].sender].remove(best[1])
-        return best[1]
 
-    def _fresh_offers(self, author: PeerId) -> deque[Heard]:
-        """What this author offers and is still young enough; the rest is forgotten."""
+        def load(author: PeerId) -> tuple[int, int]:
+            return self._pool.unused(author) + self._fetching[author], -newest[author].arrived_at
+
+        chosen = min(newest, key=load)
+        return self._offers[chosen].pop()
+
+    def _newest(self, author: PeerId) -> Heard | None:
+        """What this author offered last of what is still fresh; the rest behind it is forgotten."""
         offers = self._offers[author]
-        fresh = deque((heard for heard in offers if self._still_fresh(heard)), maxlen=OFFERS_PER_AUTHOR)
-        if fresh:
-            self._offers[author] = fresh
-        else:
-            del self._offers[author]
-        return fresh
+        while offers and not self._verifier.is_fresh(offers[-1]):
+            offers.pop()
+        if offers:
+            return offers[-1]
+        del self._offers[author]
+        return None

@@ -6,11 +6,11 @@
     neighbours-+                                                    |
                <---- what a neighbour lacks, on its request --------+
 
-GossipSub keeps 110 of 2,000 messages for a stalled reader and nothing for a late joiner. So every node holds
+GossipSub keeps 110 of 2,000 messages for a stalled reader and nothing for a late joiner. So every node stores
 the unexpired envelopes, and on connecting and every 10 s sends a neighbour the short digests of what it
-holds; the neighbour answers with what is missing. An envelope counts once, however many peers relay it, also
-over a restart: then it is held again for others, and not heard again. Not for bodies (`share/collect.py`) and
-not for what an announcement claims (`node/verify`).
+stores; the neighbour answers with what is missing. An envelope counts once, however many peers relay it,
+also over a restart: then it is stored again for others, and not heard again. Not for bodies
+(`share/collect.py`) and not for what an announcement claims (`node/verify`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from cachetools import FIFOCache
 from node.membership import Membership
 from node.peers.book import PeerBook
 from node.runtime import Runtime
-from node.share.held import SHORT_DIGEST_BYTES, AnnouncementStore, Heard, HeldAnnouncement, short_digest
+from node.share.heard import Heard
+from node.share.store import SHORT_DIGEST_BYTES, AnnouncementStore, StoredAnnouncement, short_digest
 from node.state.stores import ReplayGuard, SequenceSource
 from node.transport.base import Gossiped, Stream, Transport
 from node.transport.limits import KeyedTokenBuckets
@@ -48,7 +49,7 @@ from protocol.messages import Announcement, Digest, PeerId, ReconcileReply, Reco
 from protocol.replay import ReplayCache
 from protocol.topics import RECONCILE_PROTOCOL, announcement_topic
 
-__all__ = ["Gossip", "GossipLimits", "Heard"]
+__all__ = ["Gossip", "GossipLimits"]
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ _MAX_REPLY_BYTES = 64
 _MAX_BAD_ENVELOPES = 16
 """Refused envelopes in one reconciliation after which the neighbour is left until the next round."""
 _MAX_USELESS_ENVELOPES = 1024
-"""The same for envelopes that we had told it we hold; some arrive by gossip meanwhile."""
+"""The same for envelopes that we had told it we have; some arrive by gossip meanwhile."""
 _YIELD_EVERY = 16
 """Envelopes (0.3 ms each) between two chances for other tasks: buffered reads do not suspend."""
 
@@ -89,7 +90,7 @@ class GossipLimits:
 
     def __post_init__(self) -> None:
         if self.max_count + self.refused_count > 65_536:
-            raise ValueError(f"{self.max_count} held and {self.refused_count} refused digests exceed 65536")
+            raise ValueError(f"{self.max_count} stored and {self.refused_count} refused digests exceed 65536")
 
 
 class Gossip:
@@ -112,7 +113,9 @@ class Gossip:
         self._runtime = runtime
         self._membership = membership
         self._peers = peers
-        self._transport = transport
+        self.transport = transport
+        self.first_neighbour_at: int | None = None
+        """Swarm time at which the first neighbour was seen, ms."""
         self._sequence = sequence
         self._replay = ReplayCache() if replay is None else replay  # an empty one is false
         self._limits = limits
@@ -141,7 +144,7 @@ class Gossip:
 
     async def run(self) -> None:
         """Listen, answer and ask. Ends only by cancellation or when the transport is closed."""
-        self._transport.serve(RECONCILE_PROTOCOL, self._answer)
+        self.transport.serve(RECONCILE_PROTOCOL, self._answer)
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._ask_neighbours()), group.create_task(self._send_outbox())]
             await self._listen()
@@ -149,7 +152,7 @@ class Gossip:
                 task.cancel()
 
     async def announce(self, announcement: Announcement, ttl_ms: int) -> Digest:
-        """Sign and hold an announcement of ours; returns its envelope's digest.
+        """Sign and store an announcement of ours; returns its envelope's digest.
 
         Never waits for the network: `run` publishes, and what it cannot publish neighbours get by
         reconciliation.
@@ -165,7 +168,7 @@ class Gossip:
             ttl_ms=ttl_ms,
         )
         heard = Heard(self._membership.peer_id, announcement, now_ms, digest(data))
-        self.store.add(HeldAnnouncement(heard, data, now_ms + ttl_ms), unread=False)
+        self.store.add(StoredAnnouncement(heard, data, now_ms + ttl_ms), unread=False)
         self._outbox.append(data)
         self._sendable.set()
         return heard.envelope
@@ -173,7 +176,7 @@ class Gossip:
     async def heard(self) -> AsyncIterator[Heard]:
         """Announcements of other peers, each once, in order of arrival; for one reader.
 
-        A slow reader loses nothing that is still held and unexpired.
+        A slow reader loses nothing that is still stored and unexpired.
         """
         while True:
             heard = self.store.next_unread(self._runtime.now_ms())
@@ -190,7 +193,7 @@ class Gossip:
             self._sendable.clear()
             while self._outbox:
                 try:
-                    await self._transport.publish(self._topic, self._outbox.popleft())
+                    await self.transport.publish(self._topic, self._outbox.popleft())
                 except TransportError as error:
                     logger.debug("an announcement waits for reconciliation: %s", error)
             await self._sendable.wait()
@@ -200,7 +203,7 @@ class Gossip:
     async def _listen(self) -> None:
         while True:
             try:
-                async with self._transport.subscribe(self._topic) as messages:
+                async with self.transport.subscribe(self._topic) as messages:
                     self.listening.set()
                     count = 0
                     async for message in messages:
@@ -225,10 +228,10 @@ class Gossip:
             self._peers.refused(message.sender, error.reason)
 
     def _take(self, data: bytes, *, relayed: bool) -> bool:
-        """Hold an envelope that is new and valid. Returns whether it was new, raises when it is invalid.
+        """Store an envelope that is new and valid. Returns whether it was new, raises when it is invalid.
 
         `relayed`: by a neighbour that cannot know what we counted, for instance before a restart. What was
-        counted is then held for others while there is room, and heard by nobody here.
+        counted is then stored for others while there is room, and heard by nobody here.
         """
         envelope_digest = digest(data)
         short = short_digest(envelope_digest)
@@ -260,7 +263,7 @@ class Gossip:
             raise
         heard = Heard(envelope.sender, announcement, now_ms, envelope_digest)
         unread = counts and envelope.sender != self._membership.peer_id
-        self.store.add(HeldAnnouncement(heard, data, envelope.expires_at), unread=unread)
+        self.store.add(StoredAnnouncement(heard, data, envelope.expires_at), unread=unread)
         self._arrived.set()
         return True
 
@@ -315,9 +318,11 @@ class Gossip:
             while True:
                 before = connected
                 try:
-                    connected = {peer.peer_id: None for peer in await self._transport.peers()}
+                    connected = {peer.peer_id: None for peer in await self.transport.peers()}
                 except TransportError:
                     connected = {}
+                if connected and self.first_neighbour_at is None:
+                    self.first_neighbour_at = self._runtime.now_ms()
                 due = [peer_id for peer_id in connected if peer_id not in before]
                 if self._runtime.monotonic_s() >= next_round_s:
                     next_round_s = self._runtime.monotonic_s() + self._limits.reconcile_interval_s
@@ -335,7 +340,7 @@ class Gossip:
         """us -> neighbour: fetch what we lack. Its faults are counted, its absence is not."""
         try:
             async with asyncio.timeout(self._limits.session_timeout_s):
-                stream = await self._transport.open_stream(peer_id, RECONCILE_PROTOCOL)
+                stream = await self.transport.open_stream(peer_id, RECONCILE_PROTOCOL)
                 try:
                     while await self._fetch_batch(stream):
                         pass

@@ -1,9 +1,10 @@
 """The words of verification: what comes in, what a check sees, what it answers, what comes out.
 
-`Candidate` (an announcement with its fetched body) goes in; `schema.py` turns it into an `Item`, the only
+`Candidate` (what was heard, with its fetched body) goes in; `schema.py` turns it into an `Item`, the only
 thing that checks see; every check answers with a `Verdict`; `pipeline.py` makes a `Judgement` of them. A hard
-check's failure rejects, a soft one's only lowers trust. Checks never raise for what a peer sent: an exception
-in a check is our bug. Not for: deciding what a failure costs its author (`node/peers/trust.py`).
+check's failure rejects, a soft one's only lowers trust. What a failure says about its author is decided here,
+in `Verdict.found`; what that costs is `node/peers/trust.py`. Checks never raise for what a peer sent: an
+exception in a check is our bug.
 """
 
 from __future__ import annotations
@@ -14,18 +15,19 @@ from enum import StrEnum
 from typing import Protocol
 
 from node.events import CheckOutcome
-from protocol.messages import Announcement, PeerId, RolloutGroup
+from node.peers.trust import Hardness
+from node.share.heard import Heard
+from protocol.messages import RolloutGroup
 from protocol.rollouts import TokenArrays
 
 __all__ = [
     "ACCEPT",
     "BLAMELESS_REASONS",
-    "Candidate",
+    "UNCERTAIN_REASONS",
     "Check",
     "Decision",
     "Item",
     "Judgement",
-    "Sighting",
     "Verdict",
     "reject",
     "same_values",
@@ -34,7 +36,11 @@ __all__ = [
 
 BLAMELESS_REASONS = frozenset({"duplicate", "future", "stale"})
 """Refusals that say nothing against the author: a slow network or a wrong clock brings them about. Failures
-of our own sandbox are blameless as well; `Judgement.blames_author` covers both."""
+of our own sandbox are blameless as well; `Verdict.blames_author` covers both."""
+UNCERTAIN_REASONS = frozenset({"copied", "scorer_memory", "scorer_timeout"})
+"""Refused, but an honest peer can get here: a late joiner may hear a copy before its original (seen in a run,
+where the original's author was put into quarantine), and a slow machine may miss the scorer's deadline. A
+soft failure."""
 
 
 class Decision(StrEnum):
@@ -56,6 +62,16 @@ class Verdict:
     blames_author: bool = True
     """False where a rejection is no fault of the author's."""
 
+    @property
+    def found(self) -> Hardness | None:
+        """What it says about the author; None where it says nothing against it."""
+        if self.decision is Decision.ACCEPT:
+            return Hardness.ACCEPTED
+        if not self.blames_author:
+            return None
+        soft = self.decision is Decision.SUSPECT or self.reason in UNCERTAIN_REASONS
+        return Hardness.SOFT if soft else Hardness.HARD
+
 
 ACCEPT = Verdict(Decision.ACCEPT)
 
@@ -70,34 +86,13 @@ def suspect(reason: str) -> Verdict:
     return Verdict(Decision.SUSPECT, reason)
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """share.collect -> verify. `sender` is the envelope's signer; `arrived_at` is when the announcement came
-    in."""
-
-    sender: PeerId
-    announcement: Announcement
-    body: bytes
-    arrived_at: int
-
-
 @dataclass(frozen=True)
-class Sighting:
-    """What is known about a slot's answer before its body is here."""
-
-    sender: PeerId
-    announcement: Announcement
-    arrived_at: int
-    now_ms: int
-
-
-@dataclass(frozen=True)
-class Item(Sighting):
-    """A candidate whose bytes are well-formed and fit its announcement. `tokens` has one entry per
-    rollout."""
+class Item(Heard):
+    """What was heard, with a body that is well-formed and fits it."""
 
     group: RolloutGroup
     tokens: tuple[TokenArrays, ...] = field(repr=False)
+    """One entry for each rollout."""
 
 
 class Check(Protocol):
@@ -113,34 +108,40 @@ class Check(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """verify -> pool, trust, events. `rewards` are this node's own (with verification off: the claimed
-    ones)."""
+    """What all checks together say of one candidate."""
 
-    accepted: bool
-    reason: str
-    """The first hard failure's reason, "" when accepted."""
-    blames_author: bool
-    """The refusal should cost the author trust: not so for stale, duplicate, and failures of our own
-    sandbox."""
-    checks: tuple[CheckOutcome, ...]
-    suspicions: tuple[str, ...]
-    """Reasons of the soft failures, in order of the checks."""
-    group: RolloutGroup | None
+    item: Item | None
     """None when the body could not be read."""
-    tokens: tuple[TokenArrays, ...]
-    """Of each rollout, parsed; empty when the body could not be read."""
-    rewards: tuple[float, ...]
-    """Empty when refused before scoring."""
+    verdict: Verdict
+    """The first hard failure; else accept, with this node's own rewards (with verification off: the claimed
+    ones)."""
+    checks: tuple[CheckOutcome, ...]
+    """Those that ran, in order."""
 
     @property
-    def hard(self) -> bool:
-        """Refused by a hard check."""
-        return not self.accepted
+    def accepted(self) -> bool:
+        """Whether this node may learn from the group."""
+        return self.verdict.decision is Decision.ACCEPT
 
     @property
-    def question(self) -> str:
-        """The group's question, peer text until accepted; "" when the body could not be read."""
-        return self.group.question if self.group is not None else ""
+    def reason(self) -> str:
+        """Why it was rejected, "" when it was accepted."""
+        return self.verdict.reason
+
+    @property
+    def rewards(self) -> tuple[float, ...]:
+        """What the completions are worth here; empty when it was rejected before scoring."""
+        return self.verdict.rewards or ()
+
+    @property
+    def suspicions(self) -> tuple[str, ...]:
+        """Reasons of the soft failures."""
+        return tuple(each.reason for each in self.checks if each.verdict == Decision.SUSPECT)
+
+    @property
+    def found(self) -> Hardness | None:
+        """What it says about the author; None where it says nothing against it."""
+        return Hardness.SOFT if self.accepted and self.suspicions else self.verdict.found
 
 
 def same_values(left: Sequence[float], right: Sequence[float], tolerance: float) -> bool:

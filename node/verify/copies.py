@@ -4,8 +4,7 @@ A bounded index of prints (`coincidence.py`) of own and accepted groups, by the 
 candidate is compared with the groups that share half of its completions; enough evidence, and it is `copied`
 (another author's) or `replayed` (its own, from another slot). Only bodies that were served count: an
 announcement alone accuses nobody, since its digest is bound to its author (`protocol/receipts.py`). A print
-enters when this check passes and leaves when a later check refuses the group, so two candidates in flight see
-each other and a refused group accuses nobody.
+enters when all checks have passed, so a refused group accuses nobody.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Copies:
         return len(self._prints)
 
     def remember(self, group: RolloutGroup, tokens: Sequence[TokenArrays], arrived_at: int) -> None:
-        """Enter a group: an own one, or a candidate that passed this check."""
+        """Enter a group: an own one, or a candidate that passed all checks."""
         entry = print_group(group, tokens, arrived_at)
         key = (entry.author, entry.window, entry.slot)
         self._drop(key)

@@ -10,13 +10,13 @@ announcements before anything is fetched.
 
 from __future__ import annotations
 
+from node.membership import Membership
 from node.peers.book import PeerBook
-from node.verify.base import ACCEPT, Sighting, Verdict, reject
-from node.verify.lineage import OwnLineage
+from node.share.heard import Heard
+from node.verify.base import ACCEPT, Verdict, reject
+from node.verify.lineage import OwnPolicy
 from node.weight.staleness import judge_staleness
 from protocol.constants import MAX_CLOCK_SKEW_MS
-from protocol.messages import Charter
-from protocol.prompts import window_of
 
 __all__ = ["Freshness"]
 
@@ -28,31 +28,31 @@ class Freshness:
     name = "freshness"
     hard = True
 
-    def __init__(self, charter: Charter, peers: PeerBook, own: OwnLineage | None = None) -> None:
-        self._charter = charter
+    def __init__(self, membership: Membership, peers: PeerBook, own: OwnPolicy | None = None) -> None:
+        self._membership = membership
         self._peers = peers
         self._own = own
 
-    def check(self, item: Sighting) -> Verdict:
+    def check(self, item: Heard) -> Verdict:
         """See `Check.check`."""
-        announcement = item.announcement
-        window = announcement.prompt.window
+        charter, now_windows = self._membership.charter, self._membership.window()
+        announcement, window = item.announcement, item.announcement.prompt.window
         # The peer's number is compared, never multiplied: 2**63 - 1 windows must not overflow anything.
-        if window > window_of(self._charter, item.now_ms + MAX_CLOCK_SKEW_MS):
+        if window > int(now_windows + MAX_CLOCK_SKEW_MS / charter.window_ms):
             return reject("future")
         staleness = judge_staleness(
             announcement.policy_version,
             announcement.oldest_version,
             self._newest(item),
             window,
-            window_of(self._charter, item.now_ms),
-            self._charter.rules,
+            int(now_windows),
+            charter.rules,
         )
         return ACCEPT if staleness.fresh else reject("stale")
 
-    def _newest(self, item: Sighting) -> int:
+    def _newest(self, item: Heard) -> int:
         lineage = item.announcement.lineage
         if self._own is not None and lineage == self._own.lineage:
-            return self._own.version()
+            return self._own.version
         newest = self._peers.newest_version(item.sender, lineage)
         return newest if newest is not None else item.announcement.policy_version

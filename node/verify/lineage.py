@@ -15,21 +15,36 @@ claims inside it make the group what any off-policy group of a stranger is. Not 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
-from node.verify.base import ACCEPT, Sighting, Verdict, reject
+from node.share.heard import Heard
+from node.verify.base import ACCEPT, Verdict, reject
+from node.verify.plausibility import LocalEngine, LocalPolicy
 from protocol.messages import Lineage
 
-__all__ = ["LineageClaim", "OwnLineage"]
+__all__ = ["LineageClaim", "OwnPolicy"]
+
+
+class _Engine(LocalEngine, Protocol):
+    """The scoring side of `node.rollout.engine.base.Engine`, and the version of its weights."""
+
+    @property
+    def policy_version(self) -> int: ...
 
 
 @dataclass(frozen=True)
-class OwnLineage:
-    """The policy that this node trains, and the version it has now."""
+class OwnPolicy:
+    """The policy that this node trains, and the engine that computes with it."""
 
     lineage: Lineage
-    version: Callable[[], int]
+    policy: LocalPolicy
+    engine: _Engine
+
+    @property
+    def version(self) -> int:
+        """The version that the engine has now; no newer one was published."""
+        return self.engine.policy_version
 
 
 class LineageClaim:
@@ -39,10 +54,10 @@ class LineageClaim:
     name = "lineage"
     hard = True
 
-    def __init__(self, own: OwnLineage | None) -> None:
+    def __init__(self, own: OwnPolicy | None) -> None:
         self._own = own
 
-    def check(self, item: Sighting) -> Verdict:
+    def check(self, item: Heard) -> Verdict:
         """See `Check.check`."""
         own, claimed = self._own, item.announcement
         if own is None or claimed.lineage.owner != own.lineage.owner:
@@ -50,4 +65,4 @@ class LineageClaim:
         if claimed.lineage != own.lineage:
             return reject("other_model")
         # Versions are made before anybody can have them: no honest follower is ahead of its owner.
-        return ACCEPT if claimed.policy_version <= own.version() else reject("future_version")
+        return ACCEPT if claimed.policy_version <= own.version else reject("future_version")

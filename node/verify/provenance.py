@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from node.environment.tasks import Prompt
-from node.verify.base import ACCEPT, Item, Sighting, Verdict, reject, suspect
+from node.share.heard import Heard
+from node.verify.base import ACCEPT, Item, Verdict, reject, suspect
 from node.verify.ledger import Ledger
 from protocol.messages import Charter, Digest
 from protocol.prompts import skip_share, slots
@@ -35,7 +36,7 @@ class SlotDerivation:
         self._swarm_id = swarm_id
         self._ledger = ledger
 
-    def check(self, item: Sighting) -> Verdict:
+    def check(self, item: Heard) -> Verdict:
         """See `Check.check`. Enters the receipt into the ledger. Run `Freshness` first: it bounds the
         window."""
         prompt = item.announcement.prompt
@@ -56,7 +57,7 @@ class Duplicate:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
 
-    def check(self, item: Sighting) -> Verdict:
+    def check(self, item: Heard) -> Verdict:
         """See `Check.check`. Marks the slot as judged."""
         return ACCEPT if self._ledger.start_judging(item.sender, item.announcement) else reject("duplicate")
 
@@ -72,7 +73,7 @@ class SkipShare:
         self._charter = charter
         self._ledger = ledger
 
-    def check(self, item: Sighting) -> Verdict:
+    def check(self, item: Heard) -> Verdict:
         """See `Check.check`."""
         seen = self._ledger.slots_seen(item.sender, item.announcement.prompt.window)
         if seen and seen[-1] >= MIN_SLOTS_FOR_SHARE and skip_share(seen) > self._charter.max_skip_share:

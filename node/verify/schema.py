@@ -13,7 +13,8 @@ import math
 
 import numpy as np
 
-from node.verify.base import Candidate, Item
+from node.share.heard import Candidate, Heard
+from node.verify.base import Item
 from protocol.charter import is_member
 from protocol.codec import decode, digest
 from protocol.constants import MAX_BLOB_BYTES, MAX_TEXT_CHARS
@@ -91,17 +92,18 @@ class Schema:
                 reason="body_too_large",
             )
 
-    def open(self, candidate: Candidate, now_ms: int) -> Item:
+    def open(self, candidate: Candidate) -> Item:
         """The item behind a candidate. Raises RemoteProtocolError."""
-        announcement, body = candidate.announcement, candidate.body
-        self.check_announcement(candidate.sender, announcement)
+        heard, body = candidate.heard, candidate.body
+        announcement = heard.announcement
+        self.check_announcement(heard.sender, announcement)
         blob = announcement.body
         if len(body) != blob.size:
             raise DecodeError(f"announced {blob.size} bytes, got {len(body)}", reason="size")
         if digest(body) != blob.digest:
             raise DecodeError("the body is not the announced one", reason="body_digest")
         group = decode(body, RolloutGroup, max_bytes=self._max_body_bytes)
-        self._check_agreement(candidate, group)
+        self._check_agreement(heard, group)
         self._check_caps(group)
         tokens = tuple(self._token_arrays(rollout, group) for rollout in group.rollouts)
         span = version_span(tokens)
@@ -113,12 +115,12 @@ class Schema:
             raise DecodeError("versions that are not those of the group's tokens", reason="version_order")
         if slot_digest(group.author, group.lineage, group.prompt, group.rollouts) != announcement.completions:
             raise DecodeError("the completions are not the announced ones", reason="completions_digest")
-        return Item(candidate.sender, announcement, candidate.arrived_at, now_ms, group, tokens)
+        return Item(heard.sender, announcement, heard.arrived_at, heard.envelope, group, tokens)
 
-    def _check_agreement(self, candidate: Candidate, group: RolloutGroup) -> None:
-        announcement = candidate.announcement
-        if group.author != candidate.sender:
-            raise DecodeError(f"{candidate.sender} sent a group of {group.author}", reason="author")
+    def _check_agreement(self, heard: Heard, group: RolloutGroup) -> None:
+        announcement = heard.announcement
+        if group.author != heard.sender:
+            raise DecodeError(f"{heard.sender} sent a group of {group.author}", reason="author")
         said = (
             announcement.lineage,
             announcement.policy_version,

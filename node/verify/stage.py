@@ -1,96 +1,76 @@
 """The verify stage: fetched bodies in, accepted groups into the pool, everything else counted.
 
-One loop over a bounded queue. What a judgement means for pool, trust and screen is decided here; the judging
-itself is `pipeline.py`.
+One loop over a bounded queue. What a judgement means for pool, book and screen is decided here; the judging
+itself, beside the event loop, is `pipeline.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
 
-from node.clock import Clock
-from node.events import EventBus, GroupJudged, inert
+from node.compute import Lane
+from node.events import GroupJudged, inert
 from node.peers.book import PeerBook
-from node.peers.trust import Hardness
+from node.runtime import Runtime
 from node.share.accepted import Accepted
-from node.share.collect import Fetched
+from node.share.heard import Candidate, Heard
 from node.share.pool import ReplayPool
 from node.supervise import StageGauge
-from node.verify.base import Candidate, Judgement
+from node.verify.base import Judgement
 from node.verify.pipeline import Verifier
-from protocol.messages import PeerId
 
 __all__ = ["VerifyStage"]
 
 SHOWN_COMPLETION_CHARS = 500
-UNCERTAIN_REASONS = frozenset({"copied", "scorer_memory", "scorer_timeout"})
-"""Refused, but an honest peer can get here: a late joiner may hear a copy before its original (seen in a run,
-where the original's author was put into quarantine), and a slow machine may miss the scorer's deadline. A
-soft failure."""
 
 
 class VerifyStage:
-    """Judges one candidate at a time; the dear checks run beside the event loop."""
+    """Judges one candidate of `queue` at a time."""
 
     def __init__(
         self,
-        verifier: Verifier,
-        *,
-        queue: asyncio.Queue[Fetched],
-        pool: ReplayPool,
+        runtime: Runtime,
         peers: PeerBook,
-        clock: Clock,
-        bus: EventBus,
-        gauge: StageGauge,
+        queue: asyncio.Queue[Candidate],
+        verifier: Verifier,
+        pool: ReplayPool,
     ) -> None:
-        self._verifier = verifier
-        self._queue = queue
-        self._pool = pool
+        self._runtime = runtime
         self._peers = peers
-        self._clock = clock
-        self._bus = bus
-        self._gauge = gauge
+        self._queue = queue
+        self._verifier = verifier
+        self._pool = pool
+        self.gauge = StageGauge("verify", runtime.clock, "fetched bodies", queue.maxsize, queue.qsize)
 
     async def run(self) -> None:
         """Judge until cancelled."""
         while True:
-            with self._gauge.waiting("fetched bodies"):
-                fetched = await self._queue.get()
-            heard = fetched.heard
-            with self._gauge.working():
-                judgement = await self._verifier.judge(
-                    Candidate(heard.sender, heard.announcement, fetched.body, heard.arrived_at)
-                )
-            self._book(heard.sender, judgement)
-            if judgement.accepted and judgement.group is not None:
-                self._pool.add(
-                    Accepted(
-                        heard.announcement.body.digest,
-                        judgement.group,
-                        judgement.tokens,
-                        judgement.rewards,
-                        heard.arrived_at,
-                    )
-                )
-            self._bus.emit(self._event(fetched, judgement))
+            with self.gauge.waiting("fetched bodies"):
+                candidate = await self._queue.get()
+            with self.gauge.working():
+                judgement = await self._runtime.run(Lane.VERIFY, self._verifier.judge, candidate)
+            self._settle(candidate.heard, judgement)
+            self._runtime.emit(self._event(candidate.heard, judgement))
 
-    def _book(self, author: PeerId, judgement: Judgement) -> None:
-        """What the judgement means for its author."""
-        group = judgement.group
-        if judgement.accepted and group is not None:
-            self._peers.accepted(author, group.policy_version, group.lineage, group.prompt.window)
-            self._peers.judged(author, Hardness.SOFT if judgement.suspicions else Hardness.ACCEPTED)
+    def _settle(self, heard: Heard, judgement: Judgement) -> None:
+        """What the judgement means for its author and for training."""
+        author, item = heard.sender, judgement.item
+        if not judgement.accepted or item is None:
+            self._peers.rejected(author, judgement.reason, judgement.found)
             return
-        self._peers.rejected(author, judgement.reason)
-        if judgement.blames_author:
-            found = Hardness.SOFT if judgement.reason in UNCERTAIN_REASONS else Hardness.HARD
-            self._peers.judged(author, found)
+        group = item.group
+        self._peers.accepted(author, group.policy_version, group.lineage, group.prompt.window)
+        if judgement.found is not None:
+            self._peers.judged(author, judgement.found)
+        digest = heard.announcement.body.digest
+        self._pool.add(Accepted(digest, group, item.tokens, judgement.rewards, heard.arrived_at))
 
-    def _event(self, fetched: Fetched, judgement: Judgement) -> GroupJudged:
-        announcement, group = fetched.heard.announcement, judgement.group
+    def _event(self, heard: Heard, judgement: Judgement) -> GroupJudged:
+        announcement = heard.announcement
+        group = judgement.item.group if judgement.item is not None else None
         return GroupJudged(
-            at=self._clock.now_ms(),
-            author=fetched.heard.sender,
+            at=self._runtime.now_ms(),
+            author=heard.sender,
             own=False,
             accepted=judgement.accepted,
             reason=judgement.reason,

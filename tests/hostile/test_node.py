@@ -39,6 +39,7 @@ from protocol.errors import LocalProtocolError, TransportError
 from protocol.messages import Announcement, BlobRef, BlobReply, Lineage, PromptRef, RolloutGroup, Sampling
 from protocol.prompts import slots, window_of
 from protocol.receipts import slot_digest
+from protocol.rollouts import parse_tokens
 from protocol.topics import (
     BLOB_PROTOCOL,
     CHARTER_PROTOCOL,
@@ -400,14 +401,23 @@ def test_a_lineage_may_begin_at_any_version_and_overflows_nothing(
     tmp_path: Path, policies: Sequence[Policy]
 ) -> None:
     async def attack(mallory: Mallory, victim: Toy) -> None:
-        for version in (2**63 - 1, 2**62, 2**32):
-            await mallory.offer(replace(mallory.honest_group(), policy_version=version))
+        await mallory.offer(replace(mallory.honest_group(), policy_version=2**63 - 1))
+        await asyncio.sleep(0.5)
+        for version in (2**32 - 1, 2**31, 2**16):
+            group = mallory.honest_group()
+            rollouts = tuple(
+                changed(each, versions=np.full_like(parse_tokens(each).versions_T, version).tobytes())
+                for each in group.rollouts
+            )
+            same = {"policy_version": version, "mean_version": float(version), "oldest_version": version}
+            await mallory.offer(replace(group, rollouts=rollouts, **same))
             await asyncio.sleep(0.5)
 
     def check(victim: Toy, honest: Toy, mallory: Mallory) -> None:
-        assert row(victim, mallory).policy_version == 2**63 - 1
-        # what is 2**62 versions behind its own lineage's newest is stale, and stale is no blame
-        assert set(row(victim, mallory).rejected) <= {"stale"}
+        # Tokens that lie 2**63 versions apart are stale, as is what is far behind its lineage's newest, and
+        # stale is no blame.
+        assert row(victim, mallory).policy_version == 2**32 - 1
+        assert set(row(victim, mallory).rejected) == {"stale"}
 
     attacked(tmp_path, policies, attack, check)
 

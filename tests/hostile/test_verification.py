@@ -23,12 +23,12 @@ import numpy as np
 import psutil
 import pytest
 
-from node.compute import InlineCompute
 from node.environment.tasks import DEMO_ENVIRONMENTS, open_environment
 from node.rollout.prompts import Universe
 from node.sandbox import Layer, SandboxLimits
 from node.sandbox.scorer import ScoredGroup, ScoreFailure, Scorer
-from node.verify.base import Candidate, Judgement
+from node.share.heard import Candidate
+from node.verify.base import Judgement
 from node.verify.pipeline import Verifier
 from node.verify.reward import GroupScorer
 from protocol.charter import swarm_id
@@ -49,7 +49,15 @@ from protocol.prompts import slots
 from protocol.rollouts import single_turn
 from swarm_cli.liar import Liar, Lie
 from tests.node.runtimes import make_peers, make_runtime
-from tests.node.verify.world import EPOCH_MS, FixedClock, announcement_of, candidate, fingerprint, identity
+from tests.node.verify.world import (
+    EPOCH_MS,
+    FixedClock,
+    announcement_of,
+    candidate,
+    fingerprint,
+    identity,
+    served,
+)
 from tests.rollouts import changed
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")]
@@ -101,14 +109,10 @@ def verifier(scorer: Scorer) -> Verifier:
 
 def make_verifier(scorer: GroupScorer, *, enabled: bool = True) -> Verifier:
     return Verifier(
-        CHARTER,
-        SWARM_ID,
-        make_peers(make_runtime(FixedClock(EPOCH_MS)), identity("node"), CHARTER)[1],
-        clock=FixedClock(EPOCH_MS),
-        compute=InlineCompute({}),
-        item_at=universe().item,
-        scorer=scorer,
-        decoders={TOKENIZER.digest: lambda ids: "".join(chr(each) for each in ids if each != EOS)},
+        *make_peers(make_runtime(FixedClock(EPOCH_MS)), identity("node"), CHARTER),
+        universe().item,
+        scorer,
+        {TOKENIZER.digest: lambda ids: "".join(chr(each) for each in ids if each != EOS)},
         enabled=enabled,
     )
 
@@ -159,20 +163,20 @@ def with_first(group: RolloutGroup, **changes: Any) -> RolloutGroup:
     return replace(group, rollouts=(changed(group.rollouts[0], **changes), *group.rollouts[1:]))
 
 
-async def refused(verifier: Verifier, lie: RolloutGroup | Candidate) -> str:
+def refused(verifier: Verifier, lie: RolloutGroup | Candidate) -> str:
     """The reason; the author is blamed, and an honest group is still accepted afterwards."""
     item = candidate(lie) if isinstance(lie, RolloutGroup) else lie
-    judgement = await verifier.judge(item)
+    judgement = verifier.judge(item)
     assert not judgement.accepted
-    assert judgement.blames_author
-    assert (await verifier.judge(candidate(honest(ALICE, 0)))).accepted
+    assert judgement.verdict.blames_author
+    assert verifier.judge(candidate(honest(ALICE, 0))).accepted
     return judgement.reason
 
 
 @pytest.mark.parametrize("environment", [each.name for each in DEMO_ENVIRONMENTS])
-async def test_honest_groups_of_every_task_are_accepted(verifier, environment):
+def test_honest_groups_of_every_task_are_accepted(verifier, environment):
     group = honest(MALLORY, 0, environment)
-    judgement = await verifier.judge(candidate(group))
+    judgement = verifier.judge(candidate(group))
     assert judgement.accepted
     assert set(judgement.suspicions) <= {"skipped_too_much"}  # no receipts of the slots before
     assert judgement.rewards == tuple(each.reward for each in group.rollouts) == (0.0, 1.0) * 4
@@ -182,13 +186,13 @@ async def test_honest_groups_of_every_task_are_accepted(verifier, environment):
 
 
 @pytest.mark.parametrize("environment", [each.name for each in DEMO_ENVIRONMENTS])
-async def test_claimed_rewards_are_never_used(verifier, environment):
+def test_claimed_rewards_are_never_used(verifier, environment):
     group = honest(MALLORY, 0, environment)
     claims = tuple(replace(each, reward=1.0) for each in group.rollouts)
-    assert await refused(verifier, replace(group, rollouts=claims)) == "false_reward"
+    assert refused(verifier, replace(group, rollouts=claims)) == "false_reward"
 
 
-async def test_unfinished_answers_earn_nothing(verifier):
+def test_unfinished_answers_earn_nothing(verifier):
     """A right answer that was cut at the limit is no right answer, whatever its author claims."""
     group = honest(MALLORY, 0)
     right = group.rollouts[1]
@@ -198,7 +202,7 @@ async def test_unfinished_answers_earn_nothing(verifier):
     ids[-1] = ord(" ")
     cut = changed(cut, text=padded, token_ids=ids.tobytes(), finish=FinishReason.LENGTH)
     lie = replace(group, rollouts=(group.rollouts[0], cut, *group.rollouts[2:]))
-    assert await refused(verifier, lie) == "false_reward"
+    assert refused(verifier, lie) == "false_reward"
 
 
 @pytest.mark.parametrize(
@@ -212,10 +216,10 @@ async def test_unfinished_answers_earn_nothing(verifier):
     ],
     ids=["another slot", "another window", "another index", "a slot too many", "a neighbour's slot"],
 )
-async def test_prompts_not_derived_from_swarm_window_and_peer(verifier, prompt):
+def test_prompts_not_derived_from_swarm_window_and_peer(verifier, prompt):
     group = honest(MALLORY, 2)
     lie = replace(group, prompt=prompt(group.prompt, honest(ALICE, 2).prompt))
-    assert await refused(verifier, lie) == "tampered_prompt"
+    assert refused(verifier, lie) == "tampered_prompt"
 
 
 # --- answers that are programs: countdown evaluates what it is given ----------------------------------------
@@ -254,96 +258,96 @@ class Overheard:
         return self.last
 
 
-async def attack(sandbox: Scorer, source: str) -> None:
+def attack(sandbox: Scorer, source: str) -> None:
     """Judge an answer that runs `source` and then exits with status 42; where it fails, with 7. So it never
     scores as a merely wrong answer, and a wall that gave way would be seen."""
     program = f"import os\ntry: {source}\nexcept BaseException: os._exit(7)\nos._exit(42)"
-    reason, said = await judge_answer(sandbox, f"exec({program!r})")
+    reason, said = judge_answer(sandbox, f"exec({program!r})")
     assert said.detail != "exit status 42", f"the attack succeeded: {source}"
     if Layer.DETECTION in sandbox.report.layers:
         assert reason == "scorer_forbidden"
 
 
-async def judge_answer(sandbox: Scorer, answer: str) -> tuple[str, ScoreFailure]:
+def judge_answer(sandbox: Scorer, answer: str) -> tuple[str, ScoreFailure]:
     """The reason for refusing a group with this answer; an honest group on the same task is then accepted."""
     overheard = Overheard(sandbox)
     verifier = make_verifier(overheard)
     group = honest(MALLORY, 0, COUNTDOWN)
     lie = replace(group, rollouts=(written(answer, 1.0), *group.rollouts[1:]))
-    judgement = await verifier.judge(candidate(lie))
-    assert (judgement.accepted, judgement.blames_author) == (False, True)
+    judgement = verifier.judge(candidate(lie))
+    assert (judgement.accepted, judgement.verdict.blames_author) == (False, True)
     assert judgement.checks[-1].check == "reward"
     assert judgement.reason in {"scorer_forbidden", "scorer_crashed", "scorer_timeout"}
     said = overheard.last
     assert isinstance(said, ScoreFailure)
     after = honest(ALICE, 0, COUNTDOWN)
-    accepted = await verifier.judge(candidate(after))
+    accepted = verifier.judge(candidate(after))
     assert accepted.accepted
     assert accepted.rewards == tuple(each.reward for each in after.rollouts)
     assert sandbox.restarts == 0
     return judgement.reason, said
 
 
-async def test_an_answer_that_writes_a_file(sandbox, tmp_path):
+def test_an_answer_that_writes_a_file(sandbox, tmp_path):
     tmp_path.chmod(0o777)
     for target in (tmp_path / "touched", Path("/tmp/swarm-verification")):
-        await attack(sandbox, f"open({str(target)!r}, 'w').write('x')")
+        attack(sandbox, f"open({str(target)!r}, 'w').write('x')")
         assert not target.exists()
 
 
-async def test_an_answer_that_opens_a_socket(sandbox):
+def test_an_answer_that_opens_a_socket(sandbox):
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         listener.setblocking(False)
         address = listener.getsockname()
-        await attack(sandbox, f"import socket; socket.create_connection({address!r}, 1)")
+        attack(sandbox, f"import socket; socket.create_connection({address!r}, 1)")
         with pytest.raises(BlockingIOError):
             listener.accept()
 
 
-async def test_an_answer_that_reads_the_key(sandbox, tmp_path):
+def test_an_answer_that_reads_the_key(sandbox, tmp_path):
     key = tmp_path / "identity.key"
     key.touch(0o600)
     key.write_text("secret")
-    await attack(sandbox, f"open({str(key)!r}).read()")
+    attack(sandbox, f"open({str(key)!r}).read()")
 
 
-async def test_an_answer_that_forks(sandbox):
+def test_an_answer_that_forks(sandbox):
     before = len(psutil.Process().children(recursive=True))
-    await attack(sandbox, "import os; [os.fork() for _ in range(50)]")
-    await attack(sandbox, "import subprocess; subprocess.run(['/bin/sleep', '60'])")
+    attack(sandbox, "import os; [os.fork() for _ in range(50)]")
+    attack(sandbox, "import subprocess; subprocess.run(['/bin/sleep', '60'])")
     assert len(psutil.Process().children(recursive=True)) <= before
 
 
-async def test_an_answer_that_never_returns(sandbox):
+def test_an_answer_that_never_returns(sandbox):
     """No bytecode runs in that multiplication, so only the kernel can end it."""
-    reason, _ = await judge_answer(sandbox, "9**9**9")
+    reason, _ = judge_answer(sandbox, "9**9**9")
     assert reason == "scorer_timeout"
 
 
 # --- the demo's liar ----------------------------------------------------------------------------------------
 
 
-async def lie_of(verifier: Verifier, kind: Lie) -> Judgement:
+def lie_of(verifier: Verifier, kind: Lie) -> Judgement:
     liar = Liar(CHARTER, SWARM_ID, honest(MALLORY, 0).lineage)
     mine = slots(SWARM_ID, CHARTER, 100, MALLORY)
     theirs = slots(SWARM_ID, CHARTER, 100, ALICE)
     group = honest(MALLORY, 0)
     if kind is Lie.COPY:
         group = honest(ALICE, next(slot for slot, index in enumerate(theirs) if index in mine))
-        assert (await verifier.judge(candidate(group, EPOCH_MS))).accepted
+        assert verifier.judge(candidate(group, EPOCH_MS)).accepted
     made = liar.lie(kind, group)
     assert made is not None
     announcement, body = made
-    return await verifier.judge(Candidate(MALLORY, announcement, body, EPOCH_MS + 1))
+    return verifier.judge(served(MALLORY, announcement, body, EPOCH_MS + 1))
 
 
 @pytest.mark.parametrize("kind", list(Lie))
-async def test_every_lie_is_refused_for_its_own_reason_and_believed_without_verification(scorer, kind):
-    checked = await lie_of(make_verifier(scorer), kind)
+def test_every_lie_is_refused_for_its_own_reason_and_believed_without_verification(scorer, kind):
+    checked = lie_of(make_verifier(scorer), kind)
     assert (checked.accepted, checked.reason, checked.blames_author) == (False, kind.reason, True)
-    believed = await lie_of(make_verifier(scorer, enabled=False), kind)
+    believed = lie_of(make_verifier(scorer, enabled=False), kind)
     assert believed.accepted
     assert len(set(believed.rewards)) > 1
 
@@ -362,41 +366,41 @@ async def test_every_lie_is_refused_for_its_own_reason_and_believed_without_veri
         (0.5, "positive_logprob"),
     ],
 )
-async def test_bad_log_probabilities(verifier, value, reason):
+def test_bad_log_probabilities(verifier, value, reason):
     group = honest(MALLORY, 0)
     logprobs = np.frombuffer(group.rollouts[0].answer.logprobs, dtype="<f4").copy()
     logprobs[1] = value
-    assert await refused(verifier, with_first(group, logprobs=logprobs.tobytes())) == reason
+    assert refused(verifier, with_first(group, logprobs=logprobs.tobytes())) == reason
 
 
 @pytest.mark.parametrize(
     ("token", "reason"), [(VOCAB, "token_range"), (2**32 - 1, "token_range"), (EOS, "termination")]
 )
-async def test_bad_token_ids(verifier, token, reason):
+def test_bad_token_ids(verifier, token, reason):
     group = honest(MALLORY, 0)
     ids = np.frombuffer(group.rollouts[0].answer.token_ids, dtype="<u4").copy()
     ids[0] = token
-    assert await refused(verifier, with_first(group, token_ids=ids.tobytes())) == reason
+    assert refused(verifier, with_first(group, token_ids=ids.tobytes())) == reason
 
 
 @pytest.mark.parametrize("reward", [np.nan, np.inf, -np.inf])
-async def test_rewards_that_are_no_canonical_floats(verifier, reward):
+def test_rewards_that_are_no_canonical_floats(verifier, reward):
     group = honest(MALLORY, 0)
     body = msgspec.msgpack.encode(with_first(group, reward=float(reward)))
     announcement = replace(announcement_of(group, body), rewards=(0.0,) * 8)
-    assert await refused(verifier, Candidate(MALLORY, announcement, body, EPOCH_MS)) == "not_finite"
+    assert refused(verifier, served(MALLORY, announcement, body, EPOCH_MS)) == "not_finite"
 
 
-async def test_a_huge_reward_is_a_false_one(verifier):
-    assert await refused(verifier, with_first(honest(MALLORY, 0), reward=1e30)) == "false_reward"
+def test_a_huge_reward_is_a_false_one(verifier):
+    assert refused(verifier, with_first(honest(MALLORY, 0), reward=1e30)) == "false_reward"
 
 
 @pytest.mark.parametrize("field", ["token_ids", "logprobs", "versions"])
 @pytest.mark.parametrize("cut", [1, 4])
-async def test_arrays_of_wrong_length(verifier, field, cut):
+def test_arrays_of_wrong_length(verifier, field, cut):
     group = honest(MALLORY, 0)
     short = getattr(group.rollouts[0].answer, field)[:-cut]
-    assert await refused(verifier, with_first(group, **{field: short})) == "array_length"
+    assert refused(verifier, with_first(group, **{field: short})) == "array_length"
 
 
 # --- bytes that mean nothing --------------------------------------------------------------------------------
@@ -418,7 +422,7 @@ def mutated(body: bytes, rng: random.Random) -> bytes:
     return bytes(data)
 
 
-async def test_mutated_bodies_raise_nothing_and_take_no_time(scorer):
+def test_mutated_bodies_raise_nothing_and_take_no_time(scorer):
     """Announced with the right digest, so that the whole pipeline sees them. A mutation of what does not
     matter (an engine's name, say) may be accepted; the rewards are then our own."""
     rng = random.Random(22)
@@ -429,9 +433,9 @@ async def test_mutated_bodies_raise_nothing_and_take_no_time(scorer):
     for _ in range(1500):
         verifier = make_verifier(scorer)
         broken = mutated(body, rng)
-        item = Candidate(MALLORY, announcement_of(group, broken), broken, EPOCH_MS)
+        item = served(MALLORY, announcement_of(group, broken), broken, EPOCH_MS)
         started_s = time.process_time()
-        judgement = await verifier.judge(item)
+        judgement = verifier.judge(item)
         slowest_s = max(slowest_s, time.process_time() - started_s)
         assert judgement.accepted == (judgement.reason == "")
         if judgement.accepted:

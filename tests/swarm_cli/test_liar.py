@@ -3,10 +3,16 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from node.verify.base import Candidate, Judgement
+from node.verify.base import Judgement
 from protocol.messages import RolloutGroup
 from swarm_cli.liar import Liar, Lie
-from tests.node.verify.world import EPOCH_MS, World, candidate, identity
+from tests.node.verify.world import (
+    EPOCH_MS,
+    World,
+    candidate,
+    identity,
+    served,
+)
 
 replace = msgspec.structs.replace
 HONEST = identity("alice").peer_id
@@ -31,32 +37,30 @@ def raw_material(world: World, kind: Lie) -> RolloutGroup:
     return world.group(MALLORY, version=2)
 
 
-async def judge(
-    world: World, liar: Liar, kind: Lie, *, enabled: bool, honest_first: bool = True
-) -> Judgement:
+def judge(world: World, liar: Liar, kind: Lie, *, enabled: bool, honest_first: bool = True) -> Judgement:
     verifier = world.verifier(enabled=enabled)
     group = raw_material(world, kind)
     if kind is Lie.COPY and honest_first:
-        assert (await verifier.judge(candidate(group, EPOCH_MS))).accepted
+        assert verifier.judge(candidate(group, EPOCH_MS)).accepted
     made = liar.lie(kind, group)
     assert made is not None
     announcement, body = made
-    return await verifier.judge(Candidate(MALLORY, announcement, body, EPOCH_MS + 1))
+    return verifier.judge(served(MALLORY, announcement, body, EPOCH_MS + 1))
 
 
 @pytest.mark.parametrize("kind", list(Lie))
-async def test_each_lie_is_refused_for_its_own_reason(world, liar, kind):
-    judgement = await judge(world, liar, kind, enabled=True)
+def test_each_lie_is_refused_for_its_own_reason(world, liar, kind):
+    judgement = judge(world, liar, kind, enabled=True)
     assert not judgement.accepted
     assert judgement.reason == kind.reason
-    assert judgement.blames_author
+    assert judgement.verdict.blames_author
 
 
 @pytest.mark.parametrize("kind", list(Lie))
-async def test_each_lie_is_believed_without_verification(world, liar, kind):
-    judgement = await judge(world, liar, kind, enabled=False)
+def test_each_lie_is_believed_without_verification(world, liar, kind):
+    judgement = judge(world, liar, kind, enabled=False)
     assert judgement.accepted
-    assert judgement.rewards == tuple(each.reward for each in judgement.group.rollouts)
+    assert judgement.rewards == tuple(each.reward for each in judgement.item.group.rollouts)
     assert len(set(judgement.rewards)) > 1
 
 
@@ -64,15 +68,15 @@ def test_the_three_reasons():
     assert {kind.reason for kind in Lie} == {"false_reward", "copied", "tampered_prompt"}
 
 
-async def test_everything_else_about_a_copy_is_right(world, liar):
+def test_everything_else_about_a_copy_is_right(world, liar):
     """Nobody but the copy check can tell: before the honest group is known, the copy is accepted."""
-    judgement = await judge(world, liar, Lie.COPY, enabled=True, honest_first=False)
+    judgement = judge(world, liar, Lie.COPY, enabled=True, honest_first=False)
     assert judgement.accepted
 
 
-async def test_everything_else_about_false_rewards_is_right(world):
+def test_everything_else_about_false_rewards_is_right(world):
     group = raw_material(world, Lie.FALSE_REWARD)
-    assert (await world.verifier().judge(candidate(group))).accepted
+    assert world.verifier().judge(candidate(group)).accepted
 
 
 def test_rewards_are_turned_upside_down(world, liar):

@@ -3,34 +3,47 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from node.clock import VirtualClock, run_virtual
+from node.config import NodeConfig
+from node.peers.trust import Hardness
 from node.share import collect
-from node.share.collect import Collector, Fetched, fetch_body
-from node.share.gossip import Gossip, Heard
-from node.supervise import StageGauge
+from node.share.accepted import Accepted
+from node.share.collect import SETTLE_MS, Collector, fetch_body
+from node.share.gossip import Gossip
+from node.share.heard import Heard
+from node.share.pool import ReplayPool
 from node.transport.base import Stream, StreamHandler
+from node.transport.limits import Refusals
 from node.transport.memory import MemoryNetwork, MemoryTransport
+from node.verify.base import ACCEPT, Verdict, reject
 from protocol.codec import decode, digest, encode
 from protocol.constants import MAX_BLOB_BYTES, MAX_FRAME_BYTES
 from protocol.errors import DecodeError, LimitError, TransportError
 from protocol.messages import Announcement, BlobRef, BlobReply, BlobRequest, Lineage, PromptRef
 from protocol.topics import BLOB_PROTOCOL
-from tests.node.verify.world import identity
+from tests.node.runtimes import make_peers, make_runtime
+from tests.node.verify.world import World, identity
 
 NODE = identity("node").peer_id
+GROUP = World(group_size=2).group(NODE)
 TIMEOUT_S = 10.0
 
 
 class Announced:
-    """Stands for gossip: hands over what a test puts in."""
+    """Stands for gossip: hands over what a test puts in. Its neighbours were there long ago."""
 
-    def __init__(self) -> None:
+    def __init__(self, transport: MemoryTransport) -> None:
+        self.transport = transport
+        self.first_neighbour_at: int | None = 0
         self._queue: asyncio.Queue[Heard] = asyncio.Queue()
 
     def put(self, heard: Heard) -> None:
@@ -41,38 +54,56 @@ class Announced:
             yield await self._queue.get()
 
 
+@dataclass
+class Observer:
+    """Stands for the verifier: slots are stale and authors refused as told."""
+
+    stale: set[int] = field(default_factory=set)
+    refused: dict[str, Verdict] = field(default_factory=dict)
+
+    def observe(self, heard: Heard) -> Verdict:
+        return self.refused.get(heard.sender, ACCEPT)
+
+    def is_fresh(self, heard: Heard) -> bool:
+        return heard.announcement.prompt.slot not in self.stale
+
+
+@dataclass
+class Sharing:
+    not_sharing: str = ""
+
+
 class Desk:
     """A running collector, and authors that serve what they announce or something else."""
 
-    def __init__(self, *, parallel: int = 1, queue: int = 1000) -> None:
+    def __init__(self, *, parallel: int = 1, queue: int = 1000, external_groups: int = 500) -> None:
         self.clock = VirtualClock()
         self.network = MemoryNetwork(clock=self.clock)
-        self.gossip = Announced()
-        self.queue: asyncio.Queue[Fetched] = asyncio.Queue(queue)
-        self.gauge = StageGauge("share", self.clock, "offers")
-        self.wanted = 1000
-        self.waiting: Counter[str] = Counter()
-        self.answered: set[int] = set()
-        self.unwelcome: set[str] = set()
-        self.stale: set[int] = set()
-        self.failed: list[tuple[str, str]] = []
-        self.bodies: dict[str, bytes] = {}
-        self.asked: list[str] = []
         self.transport: MemoryTransport = self.network.transport(NODE)
+        self.gossip = Announced(self.transport)
+        self.observer = Observer()
+        self.sharing = Sharing()
+        self.refusals = Refusals()
+        self.pool = ReplayPool(64, 2, random.Random(0))
+        self.bodies: dict[str, bytes] = {}
+        self.arrivals = 0
+        runtime = make_runtime(self.clock)
+        _, self.peers = make_peers(runtime, identity("node"), World().charter, refusals=self.refusals)
+        config = NodeConfig.model_validate(
+            {
+                "share": {"fetch_parallel": parallel, "fetch_timeout_s": TIMEOUT_S},
+                "verify": {"queue": queue},
+                "train": {"external_groups": external_groups},
+            }
+        )
         self.collector = Collector(
-            self.transport,
+            runtime,
+            self.peers,
             cast("Gossip", self.gossip),
-            queue=self.queue,
-            gauge=self.gauge,
-            parallel=parallel,
-            timeout_s=TIMEOUT_S,
-            clock=self.clock,
-            wanted=lambda: self.wanted,
-            waiting_of=lambda author: self.waiting[author],
-            answered=lambda prompt: prompt.index in self.answered,
-            worth_keeping=lambda heard: heard.sender not in self.unwelcome,
-            still_fresh=lambda heard: heard.announcement.prompt.slot not in self.stale,
-            failed=lambda author, reason: self.failed.append((author, reason)),
+            self.pool,
+            self.observer,
+            self.sharing,
+            config,
         )
 
     async def author(self, name: str, handler: StreamHandler | None = None) -> str:
@@ -84,7 +115,6 @@ class Desk:
 
     async def serve(self, stream: Stream) -> None:
         request = decode(await stream.receive(), BlobRequest, max_bytes=1024)
-        self.asked.append(request.digest)
         body = self.bodies.get(request.digest, b"")
         await stream.send(encode(BlobReply(len(body))))
         for start in range(0, len(body), MAX_FRAME_BYTES):
@@ -95,34 +125,47 @@ class Desk:
         author: str,
         slot: int,
         *,
-        index: int = 0,
-        body: bytes = b"",
+        body: bytes | None = None,
         size: int | None = None,
         rewards: tuple[float, ...] = (0.0, 1.0),
     ) -> Heard:
         """An announcement of `author`, later than the one before."""
-        body = body or f"body {author} {slot}".encode()
+        body = f"body {author} {slot}".encode() if body is None else body
         self.bodies[digest(body)] = body
         said = Announcement(
             Lineage(author, "a" * 64, "b" * 64),
-            policy_version=0,
-            mean_version=0.0,
+            0,
+            mean_version=0,
             oldest_version=0,
-            prompt=PromptRef(0, slot, index),
+            prompt=PromptRef(0, slot, 0),
             completions="c" * 64,
             rewards=rewards,
             body=BlobRef(digest(body), len(body) if size is None else size),
         )
-        self.arrivals = getattr(self, "arrivals", 0) + 1
+        self.arrivals += 1
         heard = Heard(author, said, self.arrivals, "d" * 64)
         self.gossip.put(heard)
         return heard
 
+    def pool_in(self, author: str, number: int = 0) -> None:
+        """A group of `author` waits in the pool."""
+        group = msgspec.structs.replace(GROUP, author=author)
+        self.pool.add(Accepted(f"{author}{number}", group, (), (), 0))
+
+    async def pause(self, *, then: float = 1.0) -> None:
+        """Nothing is fetched while what was offered arrives; then it is."""
+        self.sharing.not_sharing = "as told"
+        await asyncio.sleep(1)
+        assert self.fetched() == []
+        self.sharing.not_sharing = ""
+        self.pool.after_draw()
+        await asyncio.sleep(then)
+
     def fetched(self) -> list[tuple[str, int]]:
         """(author, slot) in the order of fetching."""
         found = []
-        while not self.queue.empty():
-            heard = self.queue.get_nowait().heard
+        while not self.collector.fetched.empty():
+            heard = self.collector.fetched.get_nowait().heard
             found.append((heard.sender, heard.announcement.prompt.slot))
         return found
 
@@ -147,23 +190,16 @@ def desk(test: Callable[[Desk], Awaitable[None]], **options: Any) -> None:
 # --- choosing ----------------------------------------------------------------------------------------------
 
 
-def test_shared_prompts_come_first_then_the_shortest_author_then_the_newest() -> None:
+def test_the_author_with_the_fewest_groups_waiting_comes_first_then_the_newest() -> None:
     async def test(desk: Desk) -> None:
-        desk.wanted = 0
         alice, bob = await desk.author("alice"), await desk.author("bob")
-        desk.waiting[bob] = 1
-        desk.answered = {7}
+        desk.pool_in(bob)
         desk.offer(alice, 0)
         desk.offer(bob, 0)
-        desk.offer(bob, 1, index=7)
         desk.offer(alice, 1)
         desk.offer(bob, 2)
-        await asyncio.sleep(1)
-        assert desk.fetched() == []  # no need
-        desk.wanted = 1000
-        desk.collector.nudge()
-        await asyncio.sleep(1)
-        assert desk.fetched() == [(bob, 1), (alice, 1), (alice, 0), (bob, 2), (bob, 0)]
+        await desk.pause()
+        assert desk.fetched() == [(alice, 1), (alice, 0), (bob, 2), (bob, 0)]
 
     desk(test)
 
@@ -171,39 +207,72 @@ def test_shared_prompts_come_first_then_the_shortest_author_then_the_newest() ->
 def test_no_more_is_fetched_than_the_pool_needs() -> None:
     async def test(desk: Desk) -> None:
         alice = await desk.author("alice")
-        desk.wanted = 3
+        desk.pool_in("somebody")
         for slot in range(10):
             desk.offer(alice, slot)
         await asyncio.sleep(5)
-        assert desk.queue.qsize() == 3  # what waits for verification counts
-        assert desk.gauge.status().waiting_for == "need"
-        desk.wanted = 1
+        assert desk.collector.fetched.qsize() == 3  # what waits for verification counts
+        assert desk.collector.need == 0
+        assert desk.collector.gauge.status().waiting_for == "need"
         desk.fetched()
-        desk.collector.nudge()
+        desk.pool_in(alice, 1)
+        desk.pool_in(alice, 2)
+        desk.pool.draw(1)  # leaves two unused ones, of four that are wanted
         await asyncio.sleep(5)
-        assert len(desk.fetched()) == 1
-        assert desk.collector.bodies_fetched == 4
+        assert len(desk.fetched()) == 2
+        assert desk.collector.bodies_fetched == 5
 
-    desk(test, parallel=4)
+    desk(test, parallel=4, external_groups=2)
 
 
-def test_receipts_unwelcome_authors_and_stale_offers_are_never_fetched() -> None:
+def test_what_teaches_nothing_and_stale_offers_are_never_fetched() -> None:
     async def test(desk: Desk) -> None:
-        desk.wanted = 0
-        alice, quarantined = await desk.author("alice"), await desk.author("quarantined")
-        desk.unwelcome = {quarantined}
-        desk.offer(quarantined, 0)
+        alice = await desk.author("alice")
         desk.offer(alice, 1, rewards=(1.0, 1.0))
         desk.offer(alice, 2)
         desk.offer(alice, 3)
-        await asyncio.sleep(1)
-        desk.stale = {2}  # meanwhile
-        desk.wanted = 9
-        desk.collector.nudge()
-        await asyncio.sleep(1)
+        desk.observer.stale = {2}
+        await desk.pause()
         assert desk.fetched() == [(alice, 3)]
-        assert desk.gauge.status().waiting_for == "offers"
-        assert desk.failed == []
+        assert desk.collector.gauge.status().waiting_for == "offers"
+        assert desk.refusals.counters() == {}
+
+    desk(test)
+
+
+def test_announcements_count_for_and_against_their_authors() -> None:
+    async def test(desk: Desk) -> None:
+        names = ("honest", "late", "liar", "quarantined")
+        honest, late, liar, quarantined = [await desk.author(name) for name in names]
+        desk.observer.refused = {late: reject("stale"), liar: reject("tampered_prompt")}
+        desk.peers.judged(quarantined, Hardness.HARD)
+        for author in (honest, late, liar, quarantined):
+            desk.offer(author, 0)
+        await asyncio.sleep(1)
+        assert desk.fetched() == [(honest, 0)]
+        rows = {row.peer_id: row for row in desk.peers.table(frozenset(), {}, "")}
+        assert rows[late].rejected == {"stale": 1}
+        assert rows[liar].rejected == {"tampered_prompt": 1}
+        assert (rows[late].trust, rows[liar].trust) == (0.5, 0.0)
+        assert rows[quarantined].policy_version == 0  # heard all the same
+        assert desk.peers.active() == (honest,)
+
+    desk(test)
+
+
+def test_what_is_heard_until_the_past_has_settled_is_not_fetched() -> None:
+    async def test(desk: Desk) -> None:
+        alice = await desk.author("alice")
+        desk.gossip.first_neighbour_at = None
+        desk.offer(alice, 0)
+        await asyncio.sleep(1)
+        desk.gossip.first_neighbour_at = desk.clock.now_ms()
+        desk.offer(alice, 1)
+        await asyncio.sleep(SETTLE_MS / 1000)
+        desk.offer(alice, 2)
+        await asyncio.sleep(1)
+        assert desk.fetched() == [(alice, 2)]
+        assert desk.peers.active() == (alice,)
 
     desk(test)
 
@@ -212,19 +281,16 @@ def test_offers_are_bounded_per_author_and_in_authors(monkeypatch: pytest.Monkey
     monkeypatch.setattr(collect, "AUTHORS", 3)
 
     async def test(desk: Desk) -> None:
-        desk.wanted = 0
         names = [await desk.author(f"author{number}") for number in range(5)]
+        desk.sharing.not_sharing = "as told"
         for slot in range(collect.OFFERS_PER_AUTHOR + 5):
             desk.offer(names[0], slot)
-        await asyncio.sleep(1)
         for name in names[1:3]:
             desk.offer(name, 0)
+        await asyncio.sleep(1)
         desk.offer(names[0], 1000)  # heard again: the one not heard for longest leaves
         desk.offer(names[3], 0)
-        await asyncio.sleep(1)
-        desk.wanted = 1000
-        desk.collector.nudge()
-        await asyncio.sleep(60)
+        await desk.pause(then=60)
         got = desk.fetched()
         assert Counter(author for author, _ in got) == {
             names[0]: collect.OFFERS_PER_AUTHOR,
@@ -313,7 +379,7 @@ def test_a_bad_author_is_dropped_in_time_and_counted(
         heard = desk.offer(mallory, 0, body=b"y" * 20)
         await asyncio.sleep(TIMEOUT_S + 1)
         assert desk.fetched() == []
-        assert desk.failed == ([(mallory, reason)] if reason else [])
+        assert desk.refusals.counters() == ({(mallory, reason): 1} if reason else {})
         desk.offer(alice, 0)  # and the loop goes on
         await asyncio.sleep(1)
         assert desk.fetched() == [(alice, 0)]
@@ -333,7 +399,7 @@ def test_an_author_that_is_gone_or_serves_nothing_is_left_alone() -> None:
         desk.offer(gone, 0)
         desk.offer(silent.peer_id, 0)
         await asyncio.sleep(1)
-        assert (desk.fetched(), desk.failed) == ([], [])
+        assert (desk.fetched(), desk.refusals.counters()) == ([], {})
 
     desk(test)
 
@@ -353,7 +419,7 @@ def test_a_huge_announced_body_costs_nothing_until_it_comes() -> None:
         mallory = await desk.author("mallory", stalls_in_the_body)
         desk.offer(mallory, 0, body=b"y" * 20, size=MAX_BLOB_BYTES)
         await asyncio.sleep(1)
-        assert desk.failed == [(mallory, "size")]
+        assert desk.refusals.counters() == {(mallory, "size"): 1}
 
     desk(test)
 
@@ -361,17 +427,18 @@ def test_a_huge_announced_body_costs_nothing_until_it_comes() -> None:
 def test_authors_that_stall_cannot_keep_the_others_out() -> None:
     async def test(desk: Desk) -> None:
         honest = await desk.author("honest")
+        desk.pool_in(honest)  # it is never the shortest
         stallers = [await desk.author(f"staller{number}", stalls) for number in range(8)]
         for slot in range(30):  # a minute and a half, a new offer of everybody every three seconds
             for staller in stallers:
                 desk.offer(staller, slot)
             desk.offer(honest, slot)
-            desk.waiting[honest] = 1  # and the honest one is never the shortest
             await asyncio.sleep(3)
         got = Counter(author for author, _ in desk.fetched())
         assert got[honest] >= 20
         assert set(got) == {honest}
-        tries = Counter(author for author, reason in desk.failed if reason == "deadline")
+        tries = desk.refusals.counters()
+        assert {reason for _, reason in tries} == {"deadline"}
         assert all(count <= 6 for count in tries.values())  # 2, 4, 8, 16, 30 s of rest between them
 
     desk(test, parallel=4)
@@ -402,10 +469,10 @@ def test_a_full_verify_queue_holds_the_fetching_back() -> None:
         for slot in range(5):
             desk.offer(alice, slot)
         await asyncio.sleep(1)
-        assert desk.queue.qsize() == 2
+        assert desk.collector.fetched.qsize() == 2
         assert desk.collector.bodies_fetched == 3
-        assert desk.gauge.status().waiting_for == "room in verify"
-        desk.queue.get_nowait()
+        assert desk.collector.gauge.status().waiting_for == "room in verify"
+        desk.collector.fetched.get_nowait()
         await asyncio.sleep(1)
         assert desk.collector.bodies_fetched == 4
 

@@ -12,7 +12,8 @@ import pytest
 
 from node.clock import VIRTUAL_EPOCH_MS, SystemClock, VirtualClock, run_virtual
 from node.share.gossip import Gossip, GossipLimits
-from node.share.held import AnnouncementStore, Heard, HeldAnnouncement, short_digest
+from node.share.heard import Heard
+from node.share.store import AnnouncementStore, StoredAnnouncement, short_digest
 from node.state.stores import MemorySequence
 from node.transport.base import Stream, TransportLimits
 from node.transport.limits import Refusals
@@ -628,18 +629,18 @@ def test_neighbour_that_sends_garbage_is_left_after_17_pieces():
 # --- the store ---
 
 
-def held(number: int, author: Identity, size: int = 100, expires_at: int = 1000) -> HeldAnnouncement:
+def stored(number: int, author: Identity, size: int = 100, expires_at: int = 1000) -> StoredAnnouncement:
     heard = Heard(
         author.peer_id, announcement(number, author), 0, digest(b"%s %d" % (author.peer_id.encode(), number))
     )
-    return HeldAnnouncement(heard, b"x" * size, expires_at)
+    return StoredAnnouncement(heard, b"x" * size, expires_at)
 
 
 def test_store_displaces_an_authors_own_oldest_and_counts_what_nobody_read():
     store = AnnouncementStore(max_count=100, max_bytes=10_000, author_count=3, author_bytes=250)
     loud, quiet = IDENTITIES[1], IDENTITIES[2]
-    store.add(held(0, quiet), unread=True)
-    items = [held(number, loud) for number in range(4)]
+    store.add(stored(0, quiet), unread=True)
+    items = [stored(number, loud) for number in range(4)]
     for item in items:
         store.add(item, unread=True)
     # Two of 100 bytes fit into 250.
@@ -652,20 +653,20 @@ def test_store_displaces_an_authors_own_oldest_and_counts_what_nobody_read():
 def test_full_store_cuts_whoever_takes_most():
     store = AnnouncementStore(max_count=8, max_bytes=10**6, author_count=100, author_bytes=10**6)
     for number in range(2):
-        store.add(held(number, IDENTITIES[2]), unread=False)
+        store.add(stored(number, IDENTITIES[2]), unread=False)
     for number in range(7):
-        store.add(held(number, IDENTITIES[1]), unread=False)
-    shorts = [short_digest(held(number, IDENTITIES[2]).heard.envelope) for number in range(2)]
+        store.add(stored(number, IDENTITIES[1]), unread=False)
+    shorts = [short_digest(stored(number, IDENTITIES[2]).heard.envelope) for number in range(2)]
     assert all(short in store for short in shorts)
     assert len(store) == 7
 
 
 def test_store_gives_what_is_missing_oldest_first_within_bounds():
     store = AnnouncementStore(max_count=100, max_bytes=10**6, author_count=100, author_bytes=10**6)
-    items = [held(number, IDENTITIES[1], size=100 + number) for number in range(5)]
+    items = [stored(number, IDENTITIES[1], size=100 + number) for number in range(5)]
     for item in items:
         store.add(item, unread=False)
-    store.add(held(9, IDENTITIES[1], expires_at=5), unread=False)
+    store.add(stored(9, IDENTITIES[1], expires_at=5), unread=False)
     known = {short_digest(items[0].heard.envelope)}
     assert list(map(len, store.missing(known, max_count=2, max_bytes=10**6, now_ms=10))) == [101, 102]
     assert list(map(len, store.missing(known, max_count=9, max_bytes=202, now_ms=10))) == [101]

@@ -3,17 +3,13 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from node.verify.base import Decision, Sighting
+from node.verify.base import Decision
 from node.verify.freshness import Freshness
 from protocol.constants import MAX_CLOCK_SKEW_MS
 from protocol.messages import Announcement, PromptRef
-from tests.node.verify.world import EPOCH_MS, announcement_of
+from tests.node.verify.world import EPOCH_MS, announcement_of, heard
 
 replace = msgspec.structs.replace
-
-
-def sight(announcement: Announcement, now_ms: int = EPOCH_MS) -> Sighting:
-    return Sighting(announcement.lineage.owner, announcement, now_ms, now_ms)
 
 
 @pytest.fixture
@@ -23,7 +19,7 @@ def announcement(world, alice) -> Announcement:
 
 @pytest.fixture
 def freshness(world) -> Freshness:
-    return Freshness(world.charter, world.peers())
+    return Freshness(*world.member())
 
 
 @pytest.mark.parametrize(
@@ -33,28 +29,35 @@ def freshness(world) -> Freshness:
 def test_age_in_windows(freshness, announcement, window, reason):
     """Window 100 begins at EPOCH_MS; 3 windows of age and 60 s of skew are allowed."""
     moved = replace(announcement, prompt=PromptRef(window=window, slot=0, index=0))
-    verdict = freshness.check(sight(moved))
+    verdict = freshness.check(heard(announcement.lineage.owner, moved))
     assert verdict.reason == reason
     assert not (verdict.decision is Decision.REJECT and verdict.blames_author)
 
 
-def test_the_skew_ends_where_it_is_documented(freshness, announcement):
+def test_the_skew_ends_where_it_is_documented(world, freshness, announcement):
     moved = replace(announcement, prompt=PromptRef(window=101, slot=0, index=0))
-    begins_at = EPOCH_MS + 10_000
-    assert freshness.check(sight(moved, begins_at - MAX_CLOCK_SKEW_MS)).reason == ""
-    assert freshness.check(sight(moved, begins_at - MAX_CLOCK_SKEW_MS - 1)).reason == "future"
+    item = heard(announcement.lineage.owner, moved)
+    world.clock.now = EPOCH_MS + 10_000 - MAX_CLOCK_SKEW_MS
+    assert freshness.check(item).reason == ""
+    world.clock.now -= 1
+    assert freshness.check(item).reason == "future"
 
 
 def test_lag_is_measured_against_the_lineages_own_newest(world, alice, bob, announcement):
-    peers = world.peers()
-    freshness = Freshness(world.charter, peers)
-    assert freshness.check(sight(announcement)).reason == ""  # nothing heard yet: behind nothing
+    membership, peers = world.member()
+    freshness = Freshness(membership, peers)
+
+    def reason(version: int = 0, **changes: object) -> str:
+        changed = replace(announcement, policy_version=version, oldest_version=version, **changes)
+        return freshness.check(heard(announcement.lineage.owner, changed)).reason
+
+    assert reason() == ""  # nothing heard yet: behind nothing
     newest = replace(announcement, policy_version=100, prompt=PromptRef(window=100, slot=1, index=0))
     peers.announced(alice, newest)
-    assert freshness.check(sight(replace(announcement, policy_version=36))).reason == ""
-    assert freshness.check(sight(replace(announcement, policy_version=35))).reason == "stale"
+    assert reason(36) == ""
+    assert reason(35) == "stale"
     # another lineage of the same author, and another author, are not behind anything
     other = replace(announcement.lineage, base_model="0" * 64)
-    assert freshness.check(sight(replace(announcement, lineage=other))).reason == ""
+    assert reason(lineage=other) == ""
     foreign = replace(announcement, lineage=replace(announcement.lineage, owner=bob))
-    assert freshness.check(sight(foreign)).reason == ""
+    assert freshness.check(heard(bob, foreign)).reason == ""

@@ -5,26 +5,35 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from node.verify.base import Decision, Sighting, Verdict
+from node.share.heard import Heard
+from node.verify.base import Decision, Verdict
 from node.verify.coincidence import COPY_NATS, evidence_nats
 from node.verify.freshness import Freshness
-from node.verify.lineage import LineageClaim, OwnLineage
+from node.verify.lineage import LineageClaim, OwnPolicy
 from tests.node.verify.test_copies import SURE, print_of
-from tests.node.verify.world import EPOCH_MS, World, announcement_of, candidate, rollout
+from tests.node.verify.test_plausibility import CharacterPolicy, FlatEngine
+from tests.node.verify.world import World, announcement_of, candidate, heard, rollout
 
 replace = msgspec.structs.replace
 VERSION = 7
 
 
 @pytest.fixture
-def own(world: World, alice: str) -> OwnLineage:
-    return OwnLineage(world.lineage(alice), lambda: VERSION)
+def own(world: World, alice: str) -> OwnPolicy:
+    return own_policy(world, alice, VERSION)
 
 
-def claim(world: World, owner: str, sender: str, version: int, **changes: str) -> Sighting:
+def own_policy(world: World, owner: str, version: int) -> OwnPolicy:
+    """A policy of this version, whose engine finds every token plausible."""
+    engine = FlatEngine(-1.0)
+    engine.policy_version = version
+    return OwnPolicy(world.lineage(owner), CharacterPolicy(), engine)
+
+
+def claim(world: World, owner: str, sender: str, version: int, **changes: str) -> Heard:
     group = replace(world.group(sender), lineage=replace(world.lineage(owner), **changes))
-    announcement = announcement_of(replace(group, policy_version=version), b"body")
-    return Sighting(sender, announcement, EPOCH_MS, EPOCH_MS)
+    announcement = announcement_of(replace(group, policy_version=version, oldest_version=version), b"body")
+    return heard(sender, announcement)
 
 
 @pytest.mark.parametrize(
@@ -49,23 +58,23 @@ def test_other_lineages_and_nodes_without_one_are_not_asked(world, alice, bob, o
 
 def test_a_followers_lag_is_measured_against_the_version_the_owner_has(world, alice, bob):
     """64 versions are allowed. What the follower announced before says nothing."""
-    freshness = Freshness(world.charter, world.peers(), OwnLineage(world.lineage(alice), lambda: 100))
+    freshness = Freshness(*world.member(), own_policy(world, alice, 100))
     assert freshness.check(claim(world, alice, bob, 36)).reason == ""
     assert freshness.check(claim(world, alice, bob, 35)).reason == "stale"
     assert freshness.check(claim(world, bob, bob, 35)).reason == ""
 
 
-async def test_a_followers_group_goes_through_every_check(world, alice, bob, own):
+def test_a_followers_group_goes_through_every_check(world, alice, bob, own):
     verifier = world.verifier(own=own)
     group = replace(world.group(bob), lineage=own.lineage)
-    judgement = await verifier.judge(candidate(group))
+    judgement = verifier.judge(candidate(group))
     assert judgement.accepted
     checks = [outcome.check for outcome in judgement.checks]
     assert checks[:3] == ["schema", "lineage", "freshness"]
     assert {"copies", "prompt", "tokens", "reward"} <= set(checks)
     ahead = replace(world.group(bob, slot=1, version=8), lineage=own.lineage)
-    assert (await verifier.judge(candidate(ahead))).reason == "future_version"
-    observed = verifier.observe(bob, candidate(ahead).announcement, EPOCH_MS)
+    assert verifier.judge(candidate(ahead)).reason == "future_version"
+    observed = verifier.observe(candidate(ahead).heard)
     assert (observed.reason, observed.blames_author) == ("future_version", True)
 
 

@@ -12,7 +12,7 @@ from node.verify.base import Item
 from node.verify.plausibility import Plausibility
 from node.verify.schema import Schema
 from protocol.messages import RolloutGroup, Sampling, VerificationRules
-from tests.node.verify.world import EOS, EPOCH_MS, SHIFTED, TOKENIZER, World, candidate, rollout
+from tests.node.verify.world import EOS, SHIFTED, TOKENIZER, World, candidate, rollout
 
 replace = msgspec.structs.replace
 
@@ -22,6 +22,7 @@ class FlatEngine:
 
     def __init__(self, logprob: float, context: int = 100) -> None:
         self.context = context
+        self.policy_version = 0
         self.logprob = logprob
         self.calls: list[Sequence[TokenSequence]] = []
 
@@ -48,7 +49,7 @@ class CharacterPolicy(HalfPolicy):
 
 
 def item_of(world: World, group: RolloutGroup) -> Item:
-    return Schema(world.charter).open(candidate(group), EPOCH_MS)
+    return Schema(world.charter).open(candidate(group))
 
 
 def flat_group(world: World, author: str, logprob: float) -> RolloutGroup:

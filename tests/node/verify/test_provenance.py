@@ -3,19 +3,24 @@ from __future__ import annotations
 import msgspec
 
 from node.environment.tasks import Prompt
-from node.verify.base import Item, Sighting
+from node.verify.base import Item
 from node.verify.ledger import Ledger
 from node.verify.provenance import Duplicate, PromptDerivation, SkipShare, SlotDerivation
 from node.verify.schema import Schema
 from protocol.messages import PromptRef, RolloutGroup
 from protocol.prompts import slots
-from tests.node.verify.world import EPOCH_MS, World, candidate, item_at
+from tests.node.verify.world import (
+    World,
+    candidate,
+    heard,
+    item_at,
+)
 
 replace = msgspec.structs.replace
 
 
 def item_of(world: World, group: RolloutGroup) -> Item:
-    return Schema(world.charter).open(candidate(group), EPOCH_MS)
+    return Schema(world.charter).open(candidate(group))
 
 
 def slot_check(world: World, ledger: Ledger | None = None) -> SlotDerivation:
@@ -109,5 +114,5 @@ def test_the_item_is_asked_for_by_universe_index(world, alice):
 
 
 def test_a_slot_needs_no_body(world, alice):
-    announcement = candidate(world.group(alice)).announcement
-    assert slot_check(world).check(Sighting(alice, announcement, EPOCH_MS, EPOCH_MS)).reason == ""
+    announcement = candidate(world.group(alice)).heard.announcement
+    assert slot_check(world).check(heard(alice, announcement)).reason == ""

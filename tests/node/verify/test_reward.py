@@ -8,13 +8,13 @@ from node.verify.base import Decision, Item, Verdict
 from node.verify.reward import Reward
 from node.verify.schema import Schema
 from protocol.messages import RolloutGroup
-from tests.node.verify.world import EPOCH_MS, ToyScorer, World, candidate, item_at
+from tests.node.verify.world import ToyScorer, World, candidate, item_at
 
 replace = msgspec.structs.replace
 
 
 def judge(world: World, group: RolloutGroup, scorer: ToyScorer | None = None) -> Verdict:
-    item: Item = Schema(world.charter).open(candidate(group), EPOCH_MS)
+    item: Item = Schema(world.charter).open(candidate(group))
     return Reward(item_at, scorer or world.scorer).check(item)
 
 

@@ -6,13 +6,19 @@ import msgspec
 import numpy as np
 import pytest
 
-from node.verify.base import Candidate
+from node.share.heard import Candidate
 from node.verify.schema import TEXT_BYTES_PER_TOKEN, Schema, max_body_bytes
 from protocol.codec import digest, encode
 from protocol.constants import MAX_BLOB_BYTES
 from protocol.errors import LimitError, RemoteProtocolError
 from protocol.messages import Announcement, BlobRef, Rollout, RolloutGroup, Sampling
-from tests.node.verify.world import EPOCH_MS, World, candidate, fingerprint
+from tests.node.verify.world import (
+    EPOCH_MS,
+    World,
+    candidate,
+    fingerprint,
+    served,
+)
 from tests.rollouts import changed
 
 replace = msgspec.structs.replace
@@ -20,7 +26,7 @@ replace = msgspec.structs.replace
 
 def reason(world: World, item: Candidate) -> str:
     try:
-        Schema(world.charter).open(item, EPOCH_MS)
+        Schema(world.charter).open(item)
     except RemoteProtocolError as error:
         return error.reason
     return ""
@@ -38,8 +44,8 @@ def floats(rollout: Rollout, **at: float) -> bytes:
 
 def test_an_honest_group_is_read_as_it_was_written(world, alice):
     group = world.group(alice, version=3)
-    item = Schema(world.charter).open(candidate(group, arrived_at=7), now_ms=9)
-    assert (item.group, item.sender, item.arrived_at, item.now_ms) == (group, alice, 7, 9)
+    item = Schema(world.charter).open(candidate(group, arrived_at=7))
+    assert (item.group, item.sender, item.arrived_at) == (group, alice, 7)
     for rollout, arrays in zip(group.rollouts, item.tokens, strict=True):
         assert arrays.token_ids_T.tobytes() == rollout.answer.token_ids
         assert arrays.logprobs_T.tobytes() == rollout.answer.logprobs
@@ -61,22 +67,22 @@ def test_an_honest_group_is_read_as_it_was_written(world, alice):
 )
 def test_body_and_announcement_must_agree(world, alice, changes, expected):
     honest = candidate(world.group(alice))
-    announcement = replace(honest.announcement, **changes.get("announcement", {}))
-    item = Candidate(alice, announcement, changes.get("body", honest.body), EPOCH_MS)
+    announcement = replace(honest.heard.announcement, **changes.get("announcement", {}))
+    item = served(alice, announcement, changes.get("body", honest.body), EPOCH_MS)
     assert reason(world, item) == expected
 
 
 def test_the_digest_is_compared_before_anything_is_parsed(world, alice):
     honest = candidate(world.group(alice))
     other = b"\xc1" * len(honest.body)
-    assert reason(world, Candidate(alice, honest.announcement, other, EPOCH_MS)) == "body_digest"
+    assert reason(world, served(alice, honest.heard.announcement, other, EPOCH_MS)) == "body_digest"
 
 
 def test_garbage_under_the_right_digest_does_not_decode(world, alice):
-    honest = candidate(world.group(alice)).announcement
+    honest = candidate(world.group(alice)).heard.announcement
     for body in (b"\xc1", b"\x80", b"\x91" * 40, encode(honest)):
         lie = replace(honest, body=BlobRef(digest=digest(body), size=len(body)))
-        assert reason(world, Candidate(alice, lie, body, EPOCH_MS)) in {"decode", "depth"}
+        assert reason(world, served(alice, lie, body, EPOCH_MS)) in {"decode", "depth"}
 
 
 def test_nobody_speaks_for_another(world, alice, bob):
@@ -145,7 +151,7 @@ def test_no_larger_body_is_fetched_than_the_charters_groups_can_need(world, alic
     """8 rollouts of 5 tokens: 8 (5 (12 + 128) + 256) + 4 KiB + a question of 256 Ki bytes."""
     assert max_body_bytes(world.charter) == 8 * (5 * 140 + 256) + 4096 + 256 * 1024 == 273_888
     schema = Schema(world.charter)
-    announcement = candidate(world.group(alice)).announcement
+    announcement = candidate(world.group(alice)).heard.announcement
     schema.check_announcement(alice, sized(announcement, 273_888))
     for size in (273_889, MAX_BLOB_BYTES):
         with pytest.raises(LimitError, match=f"a body of {size} bytes") as caught:

@@ -5,62 +5,44 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable
-from typing import Any, cast
+from typing import cast
 
 import msgspec
 import pytest
 
 from node.clock import run_virtual
-from node.compute import InlineCompute
-from node.events import Event, EventBus, GroupJudged
+from node.compute import Lane
+from node.events import Event, GroupJudged
 from node.sandbox.scorer import FailureReason
-from node.share.collect import Fetched
-from node.share.gossip import Heard
+from node.share.heard import Candidate
 from node.share.pool import ReplayPool
-from node.supervise import StageGauge
-from node.verify.base import BLAMELESS_REASONS, Candidate, Judgement
+from node.verify.base import ACCEPT, BLAMELESS_REASONS, UNCERTAIN_REASONS, Item, Judgement, reject
 from node.verify.pipeline import Verifier
-from node.verify.stage import UNCERTAIN_REASONS, VerifyStage
+from node.verify.stage import VerifyStage
 from protocol.messages import PromptRef, RolloutGroup
-from tests.node.verify.world import (
-    EOS,
-    EPOCH_MS,
-    World,
-    candidate,
-    identity,
-    rollout,
-)
+from tests.node.runtimes import make_peers, make_runtime
+from tests.node.verify.world import EOS, EPOCH_MS, World, candidate, identity, rollout, served
 
 ALICE, BOB, MALLORY = (identity(name).peer_id for name in ("alice", "bob", "mallory"))
 
 
 class Bench:
-    """A running verify stage with the books it writes to."""
+    """A running verify stage with the book and the pool it writes to."""
 
-    def __init__(self, world: World, verifier: Verifier) -> None:
+    def __init__(self, world: World, verifier: Verifier | None = None) -> None:
         self.world = world
-        self.queue: asyncio.Queue[Fetched] = asyncio.Queue(64)
-        self.pool = ReplayPool(16, 2, random.Random(0))
-        self.peers = world.peers()
         self.events: list[Event] = []
-        self.gauge = StageGauge("verify", world.clock, "fetched bodies", 64, self.queue.qsize)
-        bus = EventBus()
-        bus.subscribe(self.events.append)
+        runtime = make_runtime(world.clock, {Lane.VERIFY: 0.1}, self.events)
+        _, self.peers = make_peers(runtime, identity("node"), world.charter)
+        self.pool = ReplayPool(16, 2, random.Random(0))
+        self.queue: asyncio.Queue[Candidate] = asyncio.Queue(64)
         self.stage = VerifyStage(
-            verifier,
-            queue=self.queue,
-            pool=self.pool,
-            peers=self.peers,
-            clock=world.clock,
-            bus=bus,
-            gauge=self.gauge,
+            runtime, self.peers, self.queue, verifier or world.verifier(peers=self.peers), self.pool
         )
 
     async def take(self, item: Candidate) -> GroupJudged:
         """Put one candidate through the stage."""
-        self.queue.put_nowait(
-            Fetched(Heard(item.sender, item.announcement, item.arrived_at, "d" * 64), item.body)
-        )
+        self.queue.put_nowait(item)
         before = len(self.events)
         await asyncio.sleep(1)
         (event,) = self.events[before:]
@@ -82,18 +64,15 @@ class Bench:
 def bench(
     test: Callable[[Bench], Awaitable[None]],
     *,
-    verifier: Any = None,
-    enabled: bool = True,
+    verifier: Verifier | None = None,
     world: World | None = None,
 ) -> None:
     async def main() -> None:
-        made = world or World()
-        chosen = verifier or made.verifier(enabled=enabled, compute=InlineCompute({"verify": 0.1}))
-        stand = Bench(made, chosen)
+        stand = Bench(world or World(), verifier)
         running = asyncio.create_task(stand.stage.run())
         try:
             await asyncio.sleep(0)
-            assert stand.gauge.status().waiting_for == "fetched bodies"
+            assert stand.stage.gauge.status().waiting_for == "fetched bodies"
             await test(stand)
             assert not running.done(), "the stage ended"
         finally:
@@ -118,11 +97,13 @@ def test_an_accepted_group_is_pooled_trusted_remembered_and_shown() -> None:
         item = candidate(group, arrived_at=EPOCH_MS - 5)
         event = await bench.take(item)
         rewards = tuple(each.reward for each in group.rollouts)
-        ((pooled, uses),) = bench.pool.draw(1)
+        ((pooled, _),) = bench.pool.draw(1)
         assert (pooled.group, pooled.rewards, pooled.arrived_at) == (group, rewards, EPOCH_MS - 5)
-        assert pooled.digest == item.announcement.body.digest
+        assert pooled.digest == item.heard.announcement.body.digest
         assert bench.pool.arrived.is_set()
-        assert uses == 0
+        assert [len(arrays.token_ids_T) for arrays in pooled.tokens] == [
+            len(each.answer.token_ids) // 4 for each in group.rollouts
+        ]
         assert bench.standing(ALICE) == (1.0, 0.0, 0.0)
         assert (event.accepted, event.own, event.reason, event.author) == (True, False, "", ALICE)
         assert event.group == pooled.digest[:12]
@@ -227,9 +208,9 @@ def test_bodies_that_mean_nothing_are_refused_and_the_stage_goes_on() -> None:
     async def test(bench: Bench) -> None:
         honest = candidate(bench.world.group(ALICE))
         for number, body in enumerate((b"", b"\xc1", b"\x00" * 100, honest.body[:-1], honest.body + b"\x00")):
-            event = await bench.take(Candidate(ALICE, honest.announcement, body, EPOCH_MS))
+            event = await bench.take(served(ALICE, honest.heard.announcement, body))
             assert (event.accepted, event.question, event.completions) == (False, "", ())
-            assert event.rewards == honest.announcement.rewards
+            assert event.rewards == honest.heard.announcement.rewards
             assert bench.standing(ALICE)[2] == number + 1.0
         assert (await bench.take(candidate(bench.world.group(BOB)))).accepted
 
@@ -241,13 +222,15 @@ def test_with_verification_off_claims_are_believed_but_only_sane_ones() -> None:
         group = bench.world.group(MALLORY)
         lie = upside_down(group)
         assert (await bench.take(candidate(lie))).accepted
-        assert bench.pool.draw(1)[0][0].rewards == tuple(each.reward for each in lie.rollouts)
+        ((pooled, _),) = bench.pool.draw(1)
+        assert pooled.rewards == tuple(each.reward for each in lie.rollouts)
         for huge in (1e200, -1e300, 1001.0):
             rollouts = (msgspec.structs.replace(group.rollouts[0], reward=huge), *group.rollouts[1:])
             event = await bench.take(candidate(msgspec.structs.replace(group, rollouts=rollouts)))
             assert (event.accepted, event.reason) == (False, "reward_range")
 
-    bench(test, enabled=False)
+    world = World()
+    bench(test, world=world, verifier=world.verifier(enabled=False))
 
 
 # --- every reason there is, by a verifier that says so -----------------------------------------------------
@@ -258,21 +241,12 @@ class Says:
 
     def __init__(self, group: RolloutGroup) -> None:
         self.group = group
-        self.reason = ""
-        self.blames = True
+        self.verdict = ACCEPT
 
-    async def judge(self, item: Candidate) -> Judgement:
-        await asyncio.sleep(0)
-        return Judgement(
-            accepted=not self.reason,
-            reason=self.reason,
-            blames_author=bool(self.reason) and self.blames,
-            checks=(),
-            suspicions=(),
-            group=self.group,
-            tokens=(),
-            rewards=(),
-        )
+    def judge(self, candidate: Candidate) -> Judgement:
+        heard = candidate.heard
+        item = Item(heard.sender, heard.announcement, heard.arrived_at, heard.envelope, self.group, ())
+        return Judgement(item, self.verdict, ())
 
 
 @pytest.mark.parametrize(
@@ -291,7 +265,7 @@ class Says:
 def test_hard_soft_and_blameless(reason: str, blames: bool, standing: tuple[float, float, float]) -> None:
     world = World()
     says = Says(world.group(ALICE))
-    says.reason, says.blames = reason, blames
+    says.verdict = reject(reason, blames_author=blames) if reason else ACCEPT
 
     async def test(bench: Bench) -> None:
         await bench.take(candidate(says.group))
@@ -308,7 +282,7 @@ def test_text_of_peers_is_shown_inert_and_short() -> None:
         msgspec.structs.replace(each, text=text) for each, text in zip(group.rollouts, texts, strict=True)
     )
     says = Says(msgspec.structs.replace(group, rollouts=rollouts, question="\x1b[2J" + "q" * 5000))
-    says.reason = "tampered_prompt"
+    says.verdict = reject("tampered_prompt")
 
     async def test(bench: Bench) -> None:
         event = await bench.take(candidate(says.group))
@@ -336,14 +310,14 @@ def test_the_age_at_arrival_is_counted_from_the_end_of_the_prompts_window() -> N
 
 def test_an_error_of_ours_ends_the_stage() -> None:
     class Broken:
-        async def judge(self, item: Candidate) -> Judgement:
+        def judge(self, candidate: Candidate) -> Judgement:
             raise KeyError("a bug of ours")
 
     async def main() -> None:
         world = World()
         stand = Bench(world, cast("Verifier", Broken()))
         item = candidate(world.group(ALICE))
-        stand.queue.put_nowait(Fetched(Heard(ALICE, item.announcement, 0, "d" * 64), item.body))
+        stand.queue.put_nowait(item)
         with pytest.raises(KeyError, match="a bug of ours"):
             await stand.stage.run()
 

@@ -12,7 +12,6 @@ from protocol.messages import FinishReason, RolloutGroup
 from tests.node.verify.world import (
     ALPHABET,
     EOS,
-    EPOCH_MS,
     SHIFTED,
     TOKENIZER,
     VOCAB,
@@ -27,7 +26,7 @@ replace = msgspec.structs.replace
 
 
 def item_of(world: World, group: RolloutGroup) -> Item:
-    return Schema(world.charter).open(candidate(group), EPOCH_MS)
+    return Schema(world.charter).open(candidate(group))
 
 
 def reason(world: World, *token_ids: int, decoders: Any = None, group: RolloutGroup, **changes: Any) -> str:

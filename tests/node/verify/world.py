@@ -15,12 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from node.clock import Clock
-from node.compute import Compute, InlineCompute
 from node.environment.tasks import Completion, Prompt, Score
+from node.membership import Membership
 from node.peers.book import PeerBook
 from node.sandbox.scorer import FailureReason, ScoredGroup, ScoreFailure
-from node.verify.base import Candidate
+from node.share.heard import Candidate, Heard
 from node.verify.pipeline import Verifier
 from protocol.charter import swarm_id
 from protocol.codec import digest, encode
@@ -175,9 +174,17 @@ def announcement_of(group: RolloutGroup, body: bytes) -> Announcement:
     )
 
 
+def heard(sender: PeerId, announcement: Announcement, arrived_at: int = EPOCH_MS) -> Heard:
+    return Heard(sender, announcement, arrived_at, envelope="d" * 64)
+
+
+def served(sender: PeerId, announcement: Announcement, body: bytes, arrived_at: int = EPOCH_MS) -> Candidate:
+    return Candidate(heard(sender, announcement, arrived_at), body)
+
+
 def candidate(group: RolloutGroup, arrived_at: int = EPOCH_MS, sender: PeerId | None = None) -> Candidate:
     body = encode(group)
-    return Candidate(sender or group.author, announcement_of(group, body), body, arrived_at)
+    return served(sender or group.author, announcement_of(group, body), body, arrived_at)
 
 
 @dataclass
@@ -261,30 +268,15 @@ class World:
         right = token_ids[-1] == EOS and decode(token_ids) == str(index)
         return rollout(token_ids, logprobs, reward=float(right), version=version)
 
-    def peers(self) -> PeerBook:
-        """An empty book of a member."""
-        return make_peers(make_runtime(self.clock), identity("node"), self.charter)[1]
+    def member(self) -> tuple[Membership, PeerBook]:
+        """A node of this swarm, and its empty book."""
+        return make_peers(make_runtime(self.clock), identity("node"), self.charter)
 
-    def verifier(
-        self,
-        *,
-        enabled: bool = True,
-        compute: Compute | None = None,
-        clock: Clock | None = None,
-        peers: PeerBook | None = None,
-        **options: Any,
-    ) -> Verifier:
+    def verifier(self, *, peers: PeerBook | None = None, **options: Any) -> Verifier:
+        membership, book = self.member()
         defaults: dict[str, Any] = {
             "item_at": item_at,
             "scorer": self.scorer,
             "decoders": {TOKENIZER.digest: decode},
         }
-        return Verifier(
-            self.charter,
-            self.swarm_id,
-            peers or self.peers(),
-            clock=clock or self.clock,
-            compute=compute or InlineCompute({}),
-            enabled=enabled,
-            **(defaults | options),
-        )
+        return Verifier(membership, peers or book, **(defaults | options))

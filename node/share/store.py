@@ -1,8 +1,8 @@
-"""The announcements a node holds until they expire: for its own slow reader and for neighbours.
+"""The announcements that a node stores until they expire: for its own slow reader and for neighbours.
 
 Bounded in bytes and number, per author and in total. Above an author's bound that author's oldest go; above
 the total, the oldest of whoever takes most. So a flood displaces itself. What was not read yet is a set of
-digests into this store: a reader that stalls loses nothing that is still held. No I/O and no clock.
+digests into this store: a reader that stalls loses nothing that is still stored. No I/O and no clock.
 """
 
 from __future__ import annotations
@@ -10,27 +10,16 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass
 
-from protocol.messages import Announcement, Digest, PeerId
+from node.share.heard import Heard
+from protocol.messages import Digest, PeerId
 
-__all__ = ["SHORT_DIGEST_BYTES", "AnnouncementStore", "Heard", "HeldAnnouncement", "short_digest"]
+__all__ = ["SHORT_DIGEST_BYTES", "AnnouncementStore", "StoredAnnouncement", "short_digest"]
 
 SHORT_DIGEST_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
-    """An announcement that passed signature, freshness, replay, membership and schema."""
-
-    sender: PeerId
-    announcement: Announcement
-    arrived_at: int
-    """Our clock, ms: which of two equal contributions came first is never decided by a claimed time."""
-    envelope: Digest
-    """SHA-256 of the envelope that carried it."""
-
-
-@dataclass(frozen=True, slots=True)
-class HeldAnnouncement:
+class StoredAnnouncement:
     """What was heard, with the bytes that prove it."""
 
     heard: Heard
@@ -59,7 +48,7 @@ class AnnouncementStore:
         self._max_bytes = max_bytes
         self._author_count = author_count
         self._author_bytes = author_bytes
-        self._held: dict[bytes, HeldAnnouncement] = {}
+        self._stored: dict[bytes, StoredAnnouncement] = {}
         self._unread: dict[bytes, None] = {}
         self._authors: dict[PeerId, _Author] = {}
         self._bytes = 0
@@ -67,33 +56,33 @@ class AnnouncementStore:
         """Announcements that were displaced before they were read."""
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._stored)
 
     def __contains__(self, short: bytes) -> bool:
-        return short in self._held
+        return short in self._stored
 
     def has_room(self, author: PeerId, size: int) -> bool:
         """Whether one more of `size` bytes by `author` would displace nothing."""
-        if len(self._held) >= self._max_count or self._bytes + size > self._max_bytes:
+        if len(self._stored) >= self._max_count or self._bytes + size > self._max_bytes:
             return False
-        held = self._authors.get(author)
-        return held is None or (
-            len(held.shorts) < self._author_count and held.bytes + size <= self._author_bytes
+        known = self._authors.get(author)
+        return known is None or (
+            len(known.shorts) < self._author_count and known.bytes + size <= self._author_bytes
         )
 
-    def add(self, held: HeldAnnouncement, *, unread: bool) -> None:
-        """Hold one more, displacing what is above a bound."""
-        short = short_digest(held.heard.envelope)
-        author = self._authors.setdefault(held.heard.sender, _Author())
-        self._held[short] = held
+    def add(self, stored: StoredAnnouncement, *, unread: bool) -> None:
+        """Store one more, displacing what is above a bound."""
+        short = short_digest(stored.heard.envelope)
+        author = self._authors.setdefault(stored.heard.sender, _Author())
+        self._stored[short] = stored
         author.shorts[short] = None
-        author.bytes += len(held.data)
-        self._bytes += len(held.data)
+        author.bytes += len(stored.data)
+        self._bytes += len(stored.data)
         if unread:
             self._unread[short] = None
         while len(author.shorts) > self._author_count or author.bytes > self._author_bytes:
             self._displace(next(iter(author.shorts)))
-        if len(self._held) > self._max_count or self._bytes > self._max_bytes:
+        if len(self._stored) > self._max_count or self._bytes > self._max_bytes:
             self._make_room()
 
     def next_unread(self, now_ms: int) -> Heard | None:
@@ -101,33 +90,33 @@ class AnnouncementStore:
         while self._unread:
             short = next(iter(self._unread))
             del self._unread[short]
-            held = self._held[short]
-            if held.expires_at > now_ms:
-                return held.heard
+            stored = self._stored[short]
+            if stored.expires_at > now_ms:
+                return stored.heard
         return None
 
     def short_digests(self) -> list[bytes]:
-        """Of everything held, in order of arrival."""
-        return list(self._held)
+        """Short digests of all that is stored, in order of arrival."""
+        return list(self._stored)
 
     def missing(
-        self, held_elsewhere: set[bytes], *, max_count: int, max_bytes: int, now_ms: int
+        self, known_elsewhere: set[bytes], *, max_count: int, max_bytes: int, now_ms: int
     ) -> list[bytes]:
-        """Envelopes that are not in `held_elsewhere`, oldest first, up to the bounds but at least one."""
+        """Envelopes that are not in `known_elsewhere`, oldest first, up to the bounds but at least one."""
         envelopes: list[bytes] = []
         total_bytes = 0
-        for short, held in self._held.items():
-            if short in held_elsewhere or held.expires_at <= now_ms:
+        for short, stored in self._stored.items():
+            if short in known_elsewhere or stored.expires_at <= now_ms:
                 continue
-            total_bytes += len(held.data)
+            total_bytes += len(stored.data)
             if envelopes and (len(envelopes) >= max_count or total_bytes > max_bytes):
                 break
-            envelopes.append(held.data)
+            envelopes.append(stored.data)
         return envelopes
 
     def expire(self, now_ms: int) -> None:
         """Let go of what is no longer fresh."""
-        for short in [short for short, held in self._held.items() if held.expires_at <= now_ms]:
+        for short in [short for short, stored in self._stored.items() if stored.expires_at <= now_ms]:
             self._remove(short)
 
     def _make_room(self) -> None:
@@ -135,7 +124,7 @@ class AnnouncementStore:
         count_target, bytes_target = self._max_count * 7 // 8, self._max_bytes * 7 // 8
         largest = [(-author.bytes, peer_id) for peer_id, author in self._authors.items()]
         heapq.heapify(largest)
-        while len(self._held) > count_target or self._bytes > bytes_target:
+        while len(self._stored) > count_target or self._bytes > bytes_target:
             _, peer_id = largest[0]
             author = self._authors[peer_id]
             self._displace(next(iter(author.shorts)))
@@ -150,11 +139,11 @@ class AnnouncementStore:
         self._remove(short)
 
     def _remove(self, short: bytes) -> None:
-        held = self._held.pop(short)
+        stored = self._stored.pop(short)
         self._unread.pop(short, None)
-        self._bytes -= len(held.data)
-        author = self._authors[held.heard.sender]
+        self._bytes -= len(stored.data)
+        author = self._authors[stored.heard.sender]
         del author.shorts[short]
-        author.bytes -= len(held.data)
+        author.bytes -= len(stored.data)
         if not author.shorts:
-            del self._authors[held.heard.sender]
+            del self._authors[stored.heard.sender]
