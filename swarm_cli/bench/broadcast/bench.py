@@ -6,10 +6,13 @@ verified all. `bound_s`: size / bandwidth, which nobody can beat, as every recei
 `source_copies`: what the source's link sent while that lasted, headers and acknowledgements included, in
 sizes of the blob; without namespaces, the bytes of chunks that it counted. `cpu_idle`: share of the
 processor's time that was left; near 0 the processor was measured and not the network, and `cpu_s`, what the
-nodes and their daemons took of it, tells whether it was their own doing. `uplinks` is the share of the
-receivers' upload capacity that was used. `churn`: one third of the receivers is lost when half of the bound
-has passed, once `killed`, as processes whose machines say so, and once `silent`, as whole machines that fall
-silent; `last_s` is that of the rest. `growth`: `last_s` at the most receivers over that at the fewest.
+nodes and their daemons took of it, tells whether it was their own doing. `cpu_ms_per_mb`: processor time of
+the receivers for each MB that they passed on (received, verified, stored and sent), of their own processes
+(`node`) and of their network daemons (`daemon`); null when nobody had anybody to pass anything on to.
+`uplinks` is the share of the receivers' upload capacity that was used. `churn`: one third of the receivers is
+lost when half of the bound has passed, once `killed`, as processes whose machines say so, and once `silent`,
+as whole machines that fall silent; `last_s` is that of the rest. `growth`: `last_s` at the most receivers
+over that at the fewest.
 
 Files lie in memory where there is room: seventeen machines' disks would be one here.
 """
@@ -23,7 +26,7 @@ import os
 import random
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,12 +34,12 @@ from typing import Any
 import psutil
 
 from protocol.errors import ConfigError, OurFault
-from swarm_cli.bench.broadcast.crowd import Trace, gathered
+from swarm_cli.bench.broadcast.crowd import Cpu, Trace, gathered
 from swarm_cli.bench.broadcast.networks import MAX_NODES, Network, open_network, set_link
 from swarm_cli.bench.measure import Say, envelope, rounded
 from swarm_cli.demo.processes import signals_interrupt
 
-__all__ = ["FULL", "QUICK", "Size", "bench_broadcast", "open_folder"]
+__all__ = ["FULL", "QUICK", "Size", "bench_broadcast", "cpu_ms_per_mb", "open_folder"]
 
 _PREFIX = "swarm-broadcast-"
 _MEMORY = Path("/dev/shm")  # noqa: S108
@@ -73,8 +76,8 @@ QUICK = Size(size_bytes=2_000_000, mbit=16.0, receivers=(2, 3), churn_receivers=
 class _Run:
     last_s: float
     trace: Trace
-    sent_bytes: int
-    """By the source, counted by itself."""
+    sent_bytes: dict[int, int]
+    """By each node that lived, counted by itself; 0 is the source."""
 
 
 def bench_broadcast(size: Size, say: Say) -> dict[str, Any]:
@@ -178,7 +181,7 @@ class _Bench:
         self.say(
             f"{name}: {last_s:.2f} s, {last_s / self.bound_s:.2f} of the bound, cpu idle {trace.idle:.0%}"
         )
-        return _Run(last_s, trace, reports[0]["sent_bytes"])
+        return _Run(last_s, trace, {number: report["sent_bytes"] for number, report in reports.items()})
 
     def _figures(self, run: _Run, count: int) -> dict[str, Any]:
         return {
@@ -187,15 +190,16 @@ class _Bench:
             "bound_s": self.bound_s,
             "ratio": run.last_s / self.bound_s,
             "source_copies": self._copies(run),
-            "counted_copies": run.sent_bytes / self.size.size_bytes,
+            "counted_copies": run.sent_bytes[0] / self.size.size_bytes,
             "uplinks": self._uplinks(run, count),
             "cpu_idle": run.trace.idle,
-            "cpu_s": run.trace.nodes_cpu_s,
+            "cpu_s": sum(cpu.node_s + cpu.daemon_s for cpu in run.trace.cpu.values()),
+            "cpu_ms_per_mb": cpu_ms_per_mb(run.trace.cpu, run.sent_bytes),
         }
 
     def _copies(self, run: _Run) -> float:
         sent = run.trace.up_bytes(0)
-        return (run.sent_bytes if sent is None else sent) / self.size.size_bytes
+        return (run.sent_bytes[0] if sent is None else sent) / self.size.size_bytes
 
     def _uplinks(self, run: _Run, count: int) -> float | None:
         sent = [run.trace.up_bytes(number) for number in range(1, count + 1)]
@@ -211,6 +215,19 @@ class _Bench:
                 self.reasons.append(reason)
             return False
         return True
+
+
+def cpu_ms_per_mb(cpu: Mapping[int, Cpu], sent_bytes: Mapping[int, int]) -> dict[str, float] | None:
+    """Processor milliseconds per MB (10^6 bytes) that receivers sent, by process; node 0, the source, is left
+    out. None when they sent nothing."""
+    receivers = [number for number in cpu if number]
+    sent_mb = sum(sent_bytes[number] for number in receivers) / 1e6
+    if not sent_mb:
+        return None
+    return {
+        "node": 1e3 * sum(cpu[number].node_s for number in receivers) / sent_mb,
+        "daemon": 1e3 * sum(cpu[number].daemon_s for number in receivers) / sent_mb,
+    }
 
 
 def _check(size: Size) -> None:

@@ -28,7 +28,7 @@ from swarm_cli.bench.broadcast import peer
 from swarm_cli.bench.broadcast.member import Place
 from swarm_cli.bench.broadcast.networks import LinkBytes, Network, link_bytes
 
-__all__ = ["Crowd", "Trace", "gathered"]
+__all__ = ["Cpu", "Crowd", "Trace", "gathered"]
 
 _HEAVY = [
     "node.transport.hivemind",
@@ -56,14 +56,22 @@ class Sample:
     """Of all cores since the machine started."""
 
 
+@dataclass(frozen=True)
+class Cpu:
+    """Processor seconds of one node: of its own process, and of its network daemon."""
+
+    node_s: float = 0.0
+    daemon_s: float = 0.0
+
+
 @dataclass
 class Trace:
     """What was seen while a blob travelled."""
 
     started_s: float
     samples: list[Sample] = field(default_factory=list)
-    nodes_cpu_s: float = 0.0
-    """Processor seconds of all nodes and their network daemons, those of killed ones left out."""
+    cpu: dict[int, Cpu] = field(default_factory=dict)
+    """By node; those that are alive at the end."""
 
     @property
     def idle(self) -> float:
@@ -146,7 +154,7 @@ class Crowd:
         """Let the blob travel: what was seen, and each receiver's answer. `meanwhile` is called every half
         second and may kill."""
         processes = self._process_ids()
-        before = _cpu_s(processes.values())
+        before = _cpu(processes)
         trace = Trace(time.monotonic())
         trace.take(processes)
         trace.started_s = time.monotonic()
@@ -159,8 +167,9 @@ class Crowd:
 
         answers = self._answers("start", timeout_s + _REPORT_S, tick)
         trace.take(self._process_ids())
-        after = _cpu_s(self._process_ids().values())
-        trace.nodes_cpu_s = sum(seconds - before.get(pid, 0.0) for pid, seconds in after.items())
+        for number, cpu in _cpu(self._process_ids()).items():
+            was = before[number]
+            trace.cpu[number] = Cpu(cpu.node_s - was.node_s, cpu.daemon_s - was.daemon_s)
         del answers[0]
         return trace, answers
 
@@ -230,12 +239,20 @@ def _end(peers: Sequence[_Peer]) -> None:
                 each.process.close()
 
 
-def _cpu_s(leaders: Collection[int]) -> dict[int, float]:
-    """Processor seconds so far of each process in the groups of these leaders."""
-    found = {}
-    for process in psutil.process_iter(["pid", "cpu_times"]):
+def _cpu(processes: dict[int, int]) -> dict[int, Cpu]:
+    """What each node has used so far. `processes`: the id of each node's own process, which leads a group of
+    all that it started."""
+    numbers = {process_id: number for number, process_id in processes.items()}
+    found = dict.fromkeys(processes, Cpu())
+    for process in psutil.process_iter(["cpu_times"]):
         with contextlib.suppress(OSError):
-            times = process.info["cpu_times"]
-            if times is not None and os.getpgid(process.pid) in leaders:
-                found[process.pid] = times.user + times.system
+            times, leader = process.info["cpu_times"], os.getpgid(process.pid)
+            if times is None or leader not in numbers:
+                continue
+            cpu, used_s = found[numbers[leader]], times.user + times.system
+            found[numbers[leader]] = (
+                Cpu(cpu.node_s + used_s, cpu.daemon_s)
+                if process.pid == leader
+                else Cpu(cpu.node_s, cpu.daemon_s + used_s)
+            )
     return found

@@ -24,7 +24,7 @@ from protocol.errors import AddressError, ConfigError, DeadlineError, OurFault
 from protocol.identity import Identity
 from swarm_cli.bench.broadcast import bench, networks
 from swarm_cli.bench.broadcast.bench import QUICK, Size
-from swarm_cli.bench.broadcast.crowd import Sample, Trace
+from swarm_cli.bench.broadcast.crowd import Cpu, Sample, Trace
 from swarm_cli.bench.broadcast.member import Place
 from swarm_cli.bench.broadcast.networks import LinkBytes, Site, open_network
 from swarm_cli.bench.broadcast.swarm import UnicastMember
@@ -202,6 +202,13 @@ def test_trace_counts_from_the_start() -> None:
     assert trace.idle == pytest.approx(2 / 3)
 
 
+def test_processor_time_is_told_per_mb_that_receivers_passed_on() -> None:
+    cpu = {0: Cpu(9.0, 9.0), 1: Cpu(0.3, 0.1), 2: Cpu(0.1, 0.5)}
+    per_mb = bench.cpu_ms_per_mb(cpu, {0: 8_000_000, 1: 4_000_000, 2: 6_000_000})
+    assert per_mb == {"node": pytest.approx(40.0), "daemon": pytest.approx(60.0)}
+    assert bench.cpu_ms_per_mb({0: Cpu(1.0, 1.0), 1: Cpu(1.0, 1.0)}, {0: 1_000_000, 1: 0}) is None
+
+
 @pytest.mark.parametrize(
     "size",
     [
@@ -257,6 +264,8 @@ def test_quick_bench_reports_everything(swarm: Callable[..., Any]) -> None:
         assert each["unicast_s"] > 0.7 * each["n"] * each["bound_s"]
         assert each["unicast_copies"] > 0.98 * each["n"]
         assert each["libtorrent_s"] > 0.7 * each["bound_s"]
+        assert each["cpu_ms_per_mb"]["node"] > 0
+        assert each["cpu_ms_per_mb"]["daemon"] > 0
     churn = report["churn"]
     lost = [churn["killed"]] if report["network"] != "namespaces" else [churn["killed"], churn["silent"]]
     for each in lost:
