@@ -18,6 +18,7 @@ from node.train.settings import TrainSettings
 from node.train.step import Trainer
 from node.weight.batch import collate
 from protocol.errors import ConfigError, LocalProtocolError
+from tests.node.train.tolerance import near
 
 SETTINGS = TrainSettings(measure_start_kl=False)
 SEQUENCES = [TokenSequence((2, 7, 9, 3), (5, 6, 7, 8)), TokenSequence((2, 3), (40, 41), temperature=0.5)]
@@ -98,7 +99,7 @@ def test_logprobs_are_those_of_a_model_with_the_average(
     found = ewma.logprobs(SEQUENCES, trainer.learning, trainer.logprobs)
     expected, own = other.logprobs(SEQUENCES), trainer.logprobs(SEQUENCES)
     for one, there, newest in zip(found, expected, own, strict=True):
-        assert np.allclose(one, there, atol=2e-5)
+        assert one == near(there, policy)
         assert not np.allclose(one, newest, atol=1e-3)
     assert all(torch.equal(tensor, seen[2][name]) for name, tensor in trainer.state_dict().items())
     assert ewma.nbytes == sum(tensor.nbytes for tensor in trainer.learning().values())

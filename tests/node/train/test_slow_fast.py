@@ -19,6 +19,7 @@ from node.train.slow_fast import SlowFast, SlowFastSettings, SlowFastState
 from node.train.step import Trainer
 from node.weight.batch import collate
 from protocol.errors import ConfigError
+from tests.node.train.tolerance import rounding, summands
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,10 @@ def test_a_trainer_steps_as_by_hand(policy: Policy, make_training_group: Callabl
     assert torch.equal(report.logprobs_BT, first.logprobs_BT)
     expected = by_hand.state_dict()
     for name, tensor in trainer.state_dict().items():
-        assert torch.allclose(tensor, expected[name], rtol=0, atol=1e-6), name
+        # Adam divides by the root of the second moment: relative errors of gradients reach the weights
+        # multiplied by the learning rate, once for each of four passes.
+        limit = 4 * trainer.settings.learning_rate * rounding(2 * summands(policy)) + rounding(1)
+        assert torch.allclose(tensor, expected[name], rtol=0, atol=limit), name
         assert not torch.equal(tensor, start[name])
     for one, other in zip(trainer.optimiser.state.values(), by_hand.optimiser.state.values(), strict=True):
         assert torch.allclose(one["exp_avg"], other["exp_avg"], rtol=1e-3, atol=1e-5)
