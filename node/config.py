@@ -285,8 +285,6 @@ class WeightConfig(Section):
     """How peers' groups enter the loss. own: as own groups do, by `train.objective`, but by `compat` where
     the tokenizer is another. auto: GRAFT where our group failed and theirs is mixed, HACPO's capability-aware
     term where a prompt is shared, `compat` elsewhere."""
-    external_weight: float = Field(1.0, ge=0)
-    """Weight of all external groups together against the own ones."""
     newcomer_trust: float = Field(0.5, ge=0, le=1)
     """Trust in a peer never seen before."""
     quarantine_windows: float = Field(20.0, gt=0)
@@ -319,17 +317,11 @@ class TrainConfig(Section):
     ess_scaling: bool = False
     """Shrink the learning rate of steps that few rollouts decide (VCPO), by the effective sample size of the
     own and followers' ones."""
-    ess_base: float = Field(1.0, gt=0, le=1)
-    """Shares of at least this leave the learning rate as it is."""
-    ess_rule: Literal["sqrt", "linear"] = "sqrt"
-    """How it shrinks with the share; sqrt is for Adam."""
     slow_fast: bool = False
     """Make four passes over each batch (SFPO): three, a part of the way back, one more; until the entropy
     rises."""
     warmup_steps: int = Field(5, ge=0)
     """Steps of linear warm-up."""
-    max_grad_norm: float = Field(1.0, gt=0)
-    """Gradients are clipped to this norm."""
     optimiser: Literal["auto", "adamw", "adamw_8bit"] = "auto"
     """adamw_8bit keeps its moments in 8 bits (needs bitsandbytes). auto: adamw where it fits."""
     micro_batch_tokens: int = Field(16_384, ge=1)
@@ -337,8 +329,6 @@ class TrainConfig(Section):
     checkpoint_every: int = Field(20, ge=1)
     """Steps between checkpoints; one is written at the end in any case. A run of the same name goes on from
     the newest."""
-    keep_checkpoints: int = Field(2, ge=1)
-    """Older checkpoints are removed."""
 
 
 class SuperviseConfig(Section):
@@ -348,29 +338,20 @@ class SuperviseConfig(Section):
     the rest; on a GPU only with an adapter, since all weights take long to copy from there."""
     kl_step: float = Field(0.5, ge=0)
     """Bad is a step that moves the policy by more than this on what it trained on, nats per token; 0: no
-    limit."""
+    limit. Not measured where engine and trainer take turns on the device."""
     ess: float = Field(0.05, ge=0, lt=1)
     """Bad is a step whose own tokens have a smaller effective sample size than this share of them; 0: no
     limit. To be lowered where rollouts are many versions old."""
     grad_norm: float = Field(10.0, ge=0)
     """Bad is a gradient norm of more than this times the usual one; 0: no limit."""
-    norms: int = Field(50, ge=1)
-    """The usual norm is the median of so many good steps."""
-    norms_needed: int = Field(20, ge=1)
-    """With fewer of them no norm is too large."""
     in_a_row: int = Field(3, ge=1)
     """After so many bad updates in a row, or bad probes, the run ends."""
-    kl_rows: int = Field(8, ge=0)
-    """Own rollouts that are looked at again after a step for `kl_step`; none where engine and trainer take
-    turns on the device."""
     probe_every: int = Field(0, ge=0)
     """Steps between probes on held-out prompts, for a decline that no single step shows; 0: none."""
     probe_prompts: int = Field(64, ge=16)
     """Held-out prompts of a probe."""
-    probe_confidence: float = Field(0.99, ge=0.5, lt=1)
-    """Bad is a probe that is surely worse, with this confidence, than the last good one."""
     probe_tolerance: float = Field(0.0, ge=0)
-    """Loss of mean reward that counts as none."""
+    """Bad is a probe that is surely worse than the last good one by more than this loss of mean reward."""
 
     @pydantic.field_validator("grad_norm")
     @classmethod
@@ -378,13 +359,6 @@ class SuperviseConfig(Section):
         if 0 < grad_norm <= 1:
             raise ValueError("is a multiple of the usual norm, more than 1; 0 for no limit")
         return grad_norm
-
-    @pydantic.field_validator("norms_needed")
-    @classmethod
-    def _as_many_as_are_kept(cls, norms_needed: int, info: pydantic.ValidationInfo) -> int:
-        if norms_needed > info.data.get("norms", norms_needed):
-            raise ValueError("is more than supervise.norms, so there would never be enough")
-        return norms_needed
 
 
 class EvaluateConfig(Section):

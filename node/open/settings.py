@@ -115,19 +115,17 @@ def train_settings(config: NodeConfig, charter: Charter) -> TrainSettings:
     return TrainSettings(
         learning_rate=train.learning_rate,
         warmup_steps=train.warmup_steps,
-        max_grad_norm=train.max_grad_norm,
         optimiser="adamw_8bit" if train.optimiser == "adamw_8bit" else "adamw",
         micro_batch_tokens=train.micro_batch_tokens,
         length_norm_tokens=charter.max_new_tokens,
         own=own,
         compat=compat,
-        ess_scaling=EssScaling(train.ess_base, train.ess_rule) if train.ess_scaling else None,
+        ess_scaling=EssScaling() if train.ess_scaling else None,
         slow_fast=SlowFastSettings() if train.slow_fast else None,
         weight=WeightSettings(
             local_groups=train.local_groups,
             external_groups=train.external_groups,
             external_wait_s=train.external_wait_s,
-            external_weight=weight.external_weight,
             advantage=weight.advantage,
             force=None if weight.external == "auto" else Treatment(weight.external),
             # Another tokenizer may need several of ours for one of its tokens.

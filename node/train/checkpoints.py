@@ -20,6 +20,9 @@ from node.train.step import Trainer
 
 __all__ = ["Checkpoints"]
 
+KEPT = 2
+"""Newest checkpoints that are kept; older ones are removed."""
+
 
 class Checkpoints:
     """Saves `trainer` and the standings of `peers` under the home of `config`."""
@@ -35,7 +38,6 @@ class Checkpoints:
         self._peers = peers
         self._folder = Home(config.home).run(config.run).checkpoints
         self._trust_file = Home(config.home).state / "trust.json"
-        self._keep = config.train.keep_checkpoints
 
     async def save(self) -> None:
         """A checkpoint of a version that has none, and trust, to disk. A full disk costs that, not the
@@ -51,6 +53,6 @@ class Checkpoints:
         trainer = self._trainer
         if trainer.policy_version != self.saved_version:
             save_checkpoint(trainer, self._folder / f"v{trainer.policy_version}")
-            prune(self._folder, trainer.policy.base_model, self._keep)
+            prune(self._folder, trainer.policy.base_model, KEPT)
             self.saved_version = trainer.policy_version
         save_standings(self._trust_file, self._swarm_id, standings)

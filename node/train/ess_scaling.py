@@ -37,9 +37,13 @@ class EssScaling:
 
     def __post_init__(self) -> None:
         if not 0.0 < self.base <= 1.0:
-            raise ConfigError(f"train.ess_base is {self.base:g}; it is a share above 0 and at most 1")
+            raise ConfigError(
+                f"the base of the ESS scaling is {self.base:g}; it is a share above 0 and at most 1"
+            )
         if self.rule not in ("sqrt", "linear"):
-            raise ConfigError(f"train.ess_rule is {self.rule!r}; choose 'sqrt' (for Adam) or 'linear'")
+            raise ConfigError(
+                f"the rule of the ESS scaling is {self.rule!r}; choose 'sqrt' (for Adam) or 'linear'"
+            )
 
     def factor(self, ess: float) -> float:
         """What the learning rate of a step with this share is multiplied by."""

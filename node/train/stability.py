@@ -27,6 +27,13 @@ from protocol.errors import UnstableError
 
 __all__ = ["Alarm", "RollBack", "Sign", "StepSigns", "Watch"]
 
+NORMS = 50
+"""The usual gradient norm is the median of so many good steps."""
+NORMS_NEEDED = 20
+"""With fewer of them no norm is too large."""
+PROBE_CONFIDENCE = 0.99
+"""With which a probe must be worse than the last good one to be bad."""
+
 
 class Sign(StrEnum):
     """What gave a bad update away."""
@@ -94,7 +101,7 @@ class Watch:
 
     def __init__(self, limits: SuperviseConfig) -> None:
         self.limits = limits
-        self._norms: deque[float] = deque(maxlen=limits.norms)
+        self._norms: deque[float] = deque(maxlen=NORMS)
         self._bad_steps = 0
         self._bad_probes = 0
         self._reference: tuple[float, ...] | None = None
@@ -116,12 +123,12 @@ class Watch:
         another number of prompts or rewards that are not finite."""
         limits = self.limits
         reference = self._reference if self._reference is not None else tuple(rewards)
-        loss = judge(rewards, reference, confidence=limits.probe_confidence)
+        loss = judge(rewards, reference, confidence=PROBE_CONFIDENCE)
         if loss.lower_bound > limits.probe_tolerance:
             self._bad_probes += 1
             text = (
                 f"the probe's mean reward fell by {loss.gain:.4f} over {loss.prompts} prompts, at least "
-                f"{loss.lower_bound:.4f} with {limits.probe_confidence:.0%} confidence"
+                f"{loss.lower_bound:.4f} with {PROBE_CONFIDENCE:.0%} confidence"
             )
             return Alarm(Sign.PROBE_REWARD, loss.lower_bound, limits.probe_tolerance, text, self._bad_probes)
         self._bad_probes = 0
@@ -145,7 +152,7 @@ class Watch:
         return Sign.ESS, value, limit, f"the effective sample size was {value:.3g} of the tokens"
 
     def _grad_norm(self, signs: StepSigns) -> tuple[Sign, float, float, str] | None:
-        if not self.limits.grad_norm or len(self._norms) < self.limits.norms_needed:
+        if not self.limits.grad_norm or len(self._norms) < NORMS_NEEDED:
             return None
         value, usual = signs.grad_norm, median(self._norms)
         limit = self.limits.grad_norm * usual

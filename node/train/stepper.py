@@ -24,7 +24,7 @@ from node.train.old_policy import OldPolicy, Steps
 from node.train.snapshots import Snapshots
 from node.train.stability import RollBack
 from node.train.step import StepReport, Trainer
-from node.train.supervisor import Supervisor
+from node.train.supervisor import KL_ROWS, Supervisor
 from node.weight.batch import TrainingBatch
 
 __all__ = ["EngineSync", "Merges", "Stepper", "open_stepper"]
@@ -146,6 +146,6 @@ def _supervisor(config: NodeConfig, trainer: Trainer) -> Supervisor | None:
     supervise = config.supervise
     if supervise.enabled is not True:  # "auto" is for the memory plan to decide
         return None
-    if config.policy.sharing == "sequential":
-        supervise = supervise.model_copy(update={"kl_rows": 0})
-    return Supervisor(trainer, supervise)
+    # Taking turns, a look at the rollouts after a step would bring the weights to the device once more.
+    kl_rows = 0 if config.policy.sharing == "sequential" else KL_ROWS
+    return Supervisor(trainer, supervise, kl_rows=kl_rows)

@@ -12,7 +12,7 @@ finds bad were. After too many in a row `RollBack.error` says so, with the good 
 can be saved before it is raised. Whoever gives the trainer other weights (a merge) has judged them: they
 count as good.
 
-Costs a forward pass over `kl_rows` own rollouts a step (2 to 6 % of the demo's steps), and a copy of weights
+Costs a forward pass over `KL_ROWS` own rollouts a step (2 to 6 % of the demo's steps), and a copy of weights
 and moments in RAM, two with probes (1.5 GiB beside the 8.6 that are planned for SmolLM2-135M). Measured on
 the demo's smallest policy, one step in 160 at a hundred times the learning rate: rewards ended at 0.81 to
 0.83 over three seeds, without supervision at 0.38 to 0.48. Blocking; on the thread that trains.
@@ -36,16 +36,20 @@ from node.weight.batch import TrainingBatch
 from node.weight.groups import Kind
 from protocol.errors import UnstableError
 
-__all__ = ["Supervisor"]
+__all__ = ["KL_ROWS", "Supervisor"]
+
+KL_ROWS = 8
+"""Own rollouts that are looked at again after a step, to say how far it moved the policy."""
 
 
 class Supervisor:
     """Steps `trainer` and takes back what was bad."""
 
-    def __init__(self, trainer: Trainer, config: SuperviseConfig) -> None:
+    def __init__(self, trainer: Trainer, config: SuperviseConfig, *, kl_rows: int = KL_ROWS) -> None:
+        """`kl_rows` 0: how far a step moves the policy is not measured."""
         self._trainer = trainer
         self._watch = Watch(config)
-        self._kl_rows = config.kl_rows
+        self._kl_rows = kl_rows
         self._good = GoodState()
         self._proven = GoodState() if config.probe_every else None
         self.rolled_back = 0

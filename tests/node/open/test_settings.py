@@ -139,12 +139,10 @@ def test_what_surrounds_a_step_follows_the_configuration(config: NodeConfig) -> 
     keys = {
         "policy.device": "cpu",
         "train.ess_scaling": True,
-        "train.ess_base": 0.5,
-        "train.ess_rule": "linear",
         "train.slow_fast": True,
     }
     settings = train_settings(load_config([], keys), charter)
-    assert (settings.ess_scaling, settings.slow_fast) == (EssScaling(0.5, "linear"), SlowFastSettings())
+    assert (settings.ess_scaling, settings.slow_fast) == (EssScaling(), SlowFastSettings())
 
 
 @pytest.mark.parametrize(

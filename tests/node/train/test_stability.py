@@ -8,11 +8,19 @@ from typing import Any
 import pytest
 
 from node.config import SuperviseConfig
+from node.train import stability
 from node.train.stability import Alarm, Sign, StepSigns, Watch
 from protocol.errors import LocalProtocolError
 
-LIMITS = SuperviseConfig(kl_step=0.5, ess=0.1, grad_norm=10.0, norms=5, norms_needed=3, in_a_row=3)
+LIMITS = SuperviseConfig(kl_step=0.5, ess=0.1, grad_norm=10.0, in_a_row=3)
+"""With the usual norm being the median of five good steps, of three at least (`few_norms`)."""
 GOOD = StepSigns(grad_norm=1.0, ess=0.9, kl_step=0.01)
+
+
+@pytest.fixture(autouse=True)
+def few_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stability, "NORMS", 5)
+    monkeypatch.setattr(stability, "NORMS_NEEDED", 3)
 
 
 def signs(**changed: Any) -> StepSigns:
@@ -130,6 +138,6 @@ def test_too_few_prompts_say_nothing_and_other_ones_are_our_mistake() -> None:
 
 
 def test_limits_can_be_turned_off() -> None:
-    watch = Watch(SuperviseConfig(kl_step=0.0, ess=0.0, grad_norm=0.0, norms_needed=1))
+    watch = Watch(SuperviseConfig(kl_step=0.0, ess=0.0, grad_norm=0.0))
     for _ in range(3):
         assert watch.step(signs(kl_step=1e9, ess=1e-9, grad_norm=1e9)) is None

@@ -164,7 +164,7 @@ def test_without_own_rollouts_or_rows_no_divergence_is_measured(
 ) -> None:
     foreign = collate([make_training_group("peer", seed=2)], SETTINGS.weight, policy)
     assert Supervisor(Trainer(policy, SETTINGS), LIMITS).step(foreign).kl_step is None
-    assert Supervisor(Trainer(policy, SETTINGS), SuperviseConfig(kl_rows=0)).step(batch).kl_step is None
+    assert Supervisor(Trainer(policy, SETTINGS), SuperviseConfig(), kl_rows=0).step(batch).kl_step is None
 
 
 def test_weights_that_were_given_are_what_a_bad_step_goes_back_to(
