@@ -14,10 +14,29 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from protocol.constants import MAX_BLOB_BYTES, MAX_TEXT_CHARS
 from protocol.errors import DecodeError
-from protocol.messages import FinishReason, PolicySegment, Rollout
+from protocol.messages import Charter, FinishReason, PolicySegment, Rollout
 
-__all__ = ["TokenArrays", "VersionSpan", "parse_tokens", "single_turn", "version_span"]
+__all__ = [
+    "TEXT_BYTES_PER_TOKEN",
+    "TokenArrays",
+    "VersionSpan",
+    "max_body_bytes",
+    "parse_tokens",
+    "single_turn",
+    "version_span",
+]
+
+TEXT_BYTES_PER_TOKEN = 128
+"""Longest text of one token. Vocabularies in use stop at 128 spaces; without a bound, 16 tokens may claim 16
+MB."""
+ARRAY_BYTES_PER_TOKEN = 12
+"""Token id, log-probability, version."""
+ROLLOUT_OVERHEAD_BYTES = 256
+"""Field names, lengths, finish, reward and seed of a rollout, generously."""
+GROUP_OVERHEAD_BYTES = 4096 + MAX_TEXT_CHARS
+"""Names, digests and numbers of a group, generously, and its question."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,3 +101,11 @@ def version_span(tokens: Sequence[TokenArrays]) -> VersionSpan:
         mean=int(versions.sum(dtype=np.uint64)) / len(versions),
         oldest=int(versions.min()),
     )
+
+
+def max_body_bytes(charter: Charter) -> int:
+    """Size of the largest body that this charter's groups can need: what is announced as larger is not
+    fetched."""
+    per_token = ARRAY_BYTES_PER_TOKEN + TEXT_BYTES_PER_TOKEN
+    rollout_bytes = charter.max_new_tokens * per_token + ROLLOUT_OVERHEAD_BYTES
+    return min(charter.group_size * rollout_bytes + GROUP_OVERHEAD_BYTES, MAX_BLOB_BYTES)

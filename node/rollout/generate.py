@@ -27,11 +27,10 @@ from node.rollout.reuse import ReuseBook
 from node.rollout.scoring import OwnScorer
 from node.sandbox.scorer import ScoreFailure
 from node.share.accepted import Accepted
-from node.verify.schema import max_body_bytes
 from protocol.codec import digest, encode
 from protocol.errors import LocalProtocolError, OurFault
 from protocol.messages import FinishReason, Lineage, PeerId, PromptRef, Rollout, RolloutGroup, Sampling
-from protocol.rollouts import parse_tokens, version_span
+from protocol.rollouts import max_body_bytes, parse_tokens, version_span
 
 __all__ = ["Generator", "NoGroupError", "completions_of", "request_seed"]
 

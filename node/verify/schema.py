@@ -17,23 +17,19 @@ from node.share.heard import Candidate, Heard
 from node.verify.base import Item
 from protocol.charter import is_member
 from protocol.codec import decode, digest
-from protocol.constants import MAX_BLOB_BYTES, MAX_TEXT_CHARS
 from protocol.errors import DecodeError, LimitError, RemoteProtocolError
 from protocol.messages import Announcement, Charter, PeerId, Rollout, RolloutGroup, TokenizerSpec
 from protocol.receipts import slot_digest
-from protocol.rollouts import TokenArrays, parse_tokens, version_span
+from protocol.rollouts import (
+    TEXT_BYTES_PER_TOKEN,
+    TokenArrays,
+    max_body_bytes,
+    parse_tokens,
+    version_span,
+)
 
-__all__ = ["TEXT_BYTES_PER_TOKEN", "Schema", "max_body_bytes", "tokenizer_spec"]
+__all__ = ["Schema", "tokenizer_spec"]
 
-TEXT_BYTES_PER_TOKEN = 128
-"""Longest text of one token. Vocabularies in use stop at 128 spaces; without a bound, 16 tokens may claim 16
-MB."""
-ARRAY_BYTES_PER_TOKEN = 12
-"""Token id, log-probability, version."""
-ROLLOUT_OVERHEAD_BYTES = 256
-"""Field names, lengths, finish, reward and seed of a rollout, generously."""
-GROUP_OVERHEAD_BYTES = 4096 + MAX_TEXT_CHARS
-"""Names, digests and numbers of a group, generously, and its question."""
 MIN_TEMPERATURE = 0.01
 """Others divide logits by it: 1e-300 is 0 in float32, and the quotient is no number."""
 LOGPROB_ROUNDING = 1e-6
@@ -44,14 +40,6 @@ def tokenizer_spec(charter: Charter, announcement: Announcement) -> TokenizerSpe
     """The charter's entry for the lineage's tokenizer; None when the charter does not list it."""
     wanted = announcement.lineage.tokenizer
     return next((spec for spec in charter.tokenizers if spec.digest == wanted), None)
-
-
-def max_body_bytes(charter: Charter) -> int:
-    """Size of the largest body that this charter's groups can need: what is announced as larger is not
-    fetched."""
-    per_token = ARRAY_BYTES_PER_TOKEN + TEXT_BYTES_PER_TOKEN
-    rollout_bytes = charter.max_new_tokens * per_token + ROLLOUT_OVERHEAD_BYTES
-    return min(charter.group_size * rollout_bytes + GROUP_OVERHEAD_BYTES, MAX_BLOB_BYTES)
 
 
 class Schema:

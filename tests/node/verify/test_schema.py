@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 from node.share.heard import Candidate
-from node.verify.schema import TEXT_BYTES_PER_TOKEN, Schema, max_body_bytes
+from node.verify.schema import Schema
 from protocol.codec import digest, encode
 from protocol.constants import MAX_BLOB_BYTES
 from protocol.errors import LimitError, RemoteProtocolError
 from protocol.messages import Announcement, BlobRef, Rollout, RolloutGroup, Sampling
+from protocol.rollouts import TEXT_BYTES_PER_TOKEN, max_body_bytes
 from tests.node.verify.world import (
     EPOCH_MS,
     World,
