@@ -35,6 +35,7 @@ from node.runtime import Runtime
 from node.supervise import StageGauge
 from node.train.evaluate import HeldOut
 from node.train.step import Trainer
+from node.weights.chain.bf16 import rounded
 from node.weights.publish import Publisher
 
 __all__ = ["EngineSync", "SyncSettings"]
@@ -157,6 +158,8 @@ class EngineSync:
         """The trainer's weights, and its log-probabilities on the probe when this version is to be probed:
         `always`, or its turn has come. Blocking."""
         state = self._trainer.state_dict()
+        if self.engine.dtype == "bfloat16":
+            state = rounded(state)  # once, for the engine and for what is published
         if self.not_sharing or (not always and self._trainer.policy_version % self._probe_every):
             return state, None
         self._probe = self._probe or self._make_probe()

@@ -327,7 +327,7 @@ class Publisher:
     ) -> tuple[dict[str, U16], _Coded]:
         """The weights' bits, and the delta to them from the version before; from the base for an `anchor`,
         and where there is none before. Blocking."""
-        bits = to_bits(travelling(state, base.bits))
+        bits = to_bits(travelling(state, base.bits), copy=False)
         if not all_finite(bits):
             raise LocalProtocolError(f"weights of version {policy_version} are not all finite")
         result = weights_digest(bits, threads=THREADS)

@@ -2,8 +2,9 @@
 
     {name: tensor of any float type} --to_bits--> {name: uint16 array} --to_tensors--> {name: bfloat16 tensor}
 
-`to_bits` rounds to nearest, ties to even, and copies; tied tensors stay one array under several names, so
-that they are coded and hashed once. `to_tensors` makes views. Not for coding (`protocol/delta.py`).
+`to_bits` rounds to nearest, ties to even; tied tensors stay one array under several names, so that they are
+coded and hashed once. `to_tensors` makes views. An engine that computes in bfloat16 and the chain need the
+same values: `rounded` makes them once for both. Not for coding (`protocol/delta.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from protocol.errors import LocalProtocolError
 
-__all__ = ["U16", "all_finite", "ties_of", "to_bits", "to_tensors"]
+__all__ = ["U16", "all_finite", "rounded", "ties_of", "to_bits", "to_tensors"]
 
 U16 = NDArray[np.uint16]
 
@@ -25,9 +26,9 @@ _EXPONENT = np.uint16(0x7F80)
 _PIECE = 1 << 20
 
 
-def to_bits(state: Mapping[str, Tensor]) -> dict[str, U16]:
-    """A copy of the weights in bfloat16. Raises LocalProtocolError for a tensor that is not floating
-    point."""
+def to_bits(state: Mapping[str, Tensor], *, copy: bool = True) -> dict[str, U16]:
+    """The weights in bfloat16, without `copy` in the same memory where they are so already, on the CPU.
+    Raises LocalProtocolError for a tensor that is not floating point."""
     copies: dict[tuple[object, ...], U16] = {}
     bits: dict[str, U16] = {}
     for name, tensor in state.items():
@@ -41,10 +42,18 @@ def to_bits(state: Mapping[str, Tensor]) -> dict[str, U16]:
             tensor.dtype,
         )
         if where not in copies:
-            rounded = tensor.detach().to("cpu", torch.bfloat16, copy=True).contiguous()
+            rounded = tensor.detach().to("cpu", torch.bfloat16, copy=copy).contiguous()
             copies[where] = rounded.view(torch.int16).numpy().view(np.uint16)
         bits[name] = copies[where]
     return bits
+
+
+def rounded(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights in bfloat16, on the device that they are on; tensors of whole numbers as they are."""
+    return {
+        name: tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
+        for name, tensor in state.items()
+    }
 
 
 def to_tensors(bits: Mapping[str, U16]) -> dict[str, Tensor]:

@@ -20,6 +20,7 @@ from node.rollout.engine.transformers import TransformersEngine
 from node.rollout.policy import Policy
 from node.supervise import StageGauge
 from node.train.step import Trainer
+from node.weights.chain.bf16 import to_bits
 from node.weights.engine_sync import EngineSync, SyncSettings
 from tests.node.runtimes import make_runtime
 
@@ -81,9 +82,11 @@ class Offers:
     def __init__(self, gauge: StageGauge) -> None:
         self.gauge = gauge
         self.taken: list[tuple[int, bool]] = []
+        self.states: list[Mapping[str, torch.Tensor]] = []
 
-    def offer(self, policy_version: int, state: object, *, anchor: bool = False) -> None:
+    def offer(self, policy_version: int, state: Mapping[str, torch.Tensor], *, anchor: bool = False) -> None:
         self.taken.append((policy_version, anchor))
+        self.states.append(state)
 
 
 @pytest.fixture
@@ -256,3 +259,22 @@ def test_a_step_that_is_cancelled_wakes_the_engine(policy: Policy, engine: Drift
         assert (engine.asleep, made.sync.awake.is_set()) == (False, True)
 
     run_virtual(main())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_are_rounded_once_for_an_engine_in_bfloat16_and_for_followers(
+    policy: Policy, dtype: str
+) -> None:
+    engine = Drifting(policy, dtype=dtype)
+    made = Bench(policy, engine, probe_every=100)
+    made.update(1)
+    (state,) = made.offers.states
+    published = to_bits(state, copy=False)
+    for name, array in to_bits(made.trainer.state_dict()).items():
+        assert np.array_equal(published[name], array)
+        given = state[name].detach()
+        shared = np.shares_memory(
+            published[name], given.view(torch.int16 if dtype == "bfloat16" else torch.int32).numpy()
+        )
+        assert shared is (dtype == "bfloat16" and array.size > 0)
+    assert engine.policy_version == 1
