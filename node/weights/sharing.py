@@ -46,7 +46,7 @@ class WeightsSharing:
         self.settings = settings
         self.home = home
         self.gauge = StageGauge("broadcast", runtime.clock, "a new version")
-        """Of the stage that moves weights, whoever does it."""
+        """Shows what the stage that moves weights does, whoever does it."""
         self.store = WeightsStore(home.weights, int(settings.keep_gib * GIB))
         self.exchange = Exchange(
             runtime,

@@ -242,6 +242,10 @@ def _complete(values: dict[str, float | None], place: RunDir) -> dict[str, float
     missing = [flag for flag, value in values.items() if value is None]
     if missing:
         why = "does not say all that a plan needs" if place.metrics.is_file() else "does not exist"
+        if missing == ["--update-mb"]:
+            why = (
+                "has no published version, since nobody followed this run (`swarm bench codec` measures one)"
+            )
         raise ConfigError(f"{place.metrics} {why}; give {', '.join(missing)}")
     return {flag: value for flag, value in values.items() if value is not None}
 

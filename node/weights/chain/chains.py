@@ -277,7 +277,7 @@ class Chains:
         self._news = asyncio.Event()
 
     def _forget_old(self) -> None:
-        """Of the chains of others only the last ones opened are kept, in memory and on disk."""
+        """Keep only the chains of others that were opened last, in memory and on disk."""
         followed = [key for key, opened in self._opened.items() if not opened.own]
         for key in followed[: max(0, len(followed) - _FOLLOWED)]:
             del self._opened[key]

@@ -75,7 +75,7 @@ class Follower:
         self.versions = 0
         """Versions that the engine was given."""
         self.tracker: Tracker | None = None
-        """Of the owner followed now, or last."""
+        """The one for the owner followed now, or last."""
         self._runtime = runtime
         self._probe = probe
         self._base = base

@@ -40,7 +40,7 @@ __all__ = [
 HEADROOM = 1.1
 """Workers are activated until they give so many times the groups that are needed (F1)."""
 UNION_GROWTH = 0.75
-"""Of a sparse update, the share that is new in the next one: two steps in one update take 1.75 times the
+"""Share of a sparse update that is new in the next one: two steps in one update take 1.75 times the
 bytes of one step (F2 read 0.45 to 0.77 off a figure; the upper end)."""
 MAX_INTERVAL = 64
 """Longest publish interval that is looked at, in steps."""
@@ -106,7 +106,7 @@ class Provision:
     staleness: int
     """Versions that a follower's group is behind at most when it is trained on."""
     busy_share: float
-    """Of the learner's time, with these workers."""
+    """Share of the learner's time that is training, with these workers."""
     enough: bool
     """False: the candidates together give less than what is needed."""
 

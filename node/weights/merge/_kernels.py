@@ -30,7 +30,7 @@ F64 = NDArray[np.float64]
 
 
 def _values() -> F64:
-    """Of all bf16 patterns; infinities and NaN, which are never looked up, as 0."""
+    """The double of every bf16 pattern; infinities and NaN, which are never looked up, as 0."""
     bits = np.arange(1 << 16, dtype=np.int64)
     exponent, mantissa = (bits >> 7) & 0xFF, bits & 0x7F
     normal = np.ldexp((0x80 | mantissa).astype(np.float64), exponent - 134)
@@ -68,7 +68,7 @@ def difference(out: F64, base: U16, bits: U16, scale: float, values: F64) -> Non
 
 @kernel
 def trimmed_mean(rows: F64, cut: int, out: F64) -> None:
-    """Of each column the mean without its `cut` least and `cut` greatest values. Sorts the columns."""
+    """The mean of each column without its `cut` least and `cut` greatest values. Sorts the columns."""
     count = rows.shape[0]
     column = np.empty(count, np.float64)
     for i in range(rows.shape[1]):

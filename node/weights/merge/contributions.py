@@ -120,11 +120,11 @@ class MergeSet:
         """Names the visible set: nodes that have the same one merge the same weights."""
         return set_digest(self.base, self.visible())
 
-    def held_digest(self) -> Digest:
+    def whole_digest(self) -> Digest:
         """Names all that is in the set, removed or not, as it is sent to others."""
-        held = [part for each in self.links() for part in (each.link, each.signature)]
+        added = [part for each in self.links() for part in (each.link, each.signature)]
         gone = [part for each in self.removals() for part in (each.removal, each.signature)]
-        fields = (bytes.fromhex(self.base), len(held).to_bytes(4, "big"), *held, *gone)
+        fields = (bytes.fromhex(self.base), len(added).to_bytes(4, "big"), *added, *gone)
         return digest(framed("merge-held", *fields))
 
     def links(self) -> list[SignedLink]:
@@ -210,7 +210,7 @@ class MergeSet:
         return self._bounded(author)
 
     def _bounded(self, changed: PeerId) -> bool:
-        """Of too many authors those stay whose hash with the base is least: a choice that does not depend on
+        """Keep those of too many authors whose hash with the base is least: a choice that does not depend on
         the order of arrival, and falls on others with every base. Whether `changed` is among them."""
         authors = self._added.keys() | self._removed.keys()
         if len(authors) > self._max_authors:

@@ -189,9 +189,9 @@ class MergeExchange:
             raise DeadlineError(f"contributions from {peer_id}", _ASK_S) from None
 
     async def _asked(self, stream: Stream) -> None:
-        held, peer_id = self.set.held_digest(), stream.peer_id
-        taken = self._taken.get(peer_id, held)
-        await stream.send(encode(MergeRequest(self.set.base_model, self.set.base, self._rule, held, taken)))
+        mine, peer_id = self.set.whole_digest(), stream.peer_id
+        taken = self._taken.get(peer_id, mine)
+        await stream.send(encode(MergeRequest(self.set.base_model, self.set.base, self._rule, mine, taken)))
         reply = decode(await stream.receive(_MAX_REPLY_BYTES), MergeReply, max_bytes=_MAX_REPLY_BYTES)
         if reply.base != self.set.base:
             raise self._stranger(f"{peer_id} merges other weights than this node", "merge_base")
@@ -265,11 +265,11 @@ class MergeExchange:
 
     async def _serve(self, stream: Stream) -> None:
         request = decode(await stream.receive(_MAX_REQUEST_BYTES), MergeRequest, max_bytes=_MAX_REQUEST_BYTES)
-        mine = (self.set.base_model, self.set.base, self._rule)
-        held = self.set.held_digest()
+        same_merge = (self.set.base_model, self.set.base, self._rule)
+        mine = self.set.whole_digest()
         links: list[SignedLink] = []
         removals: list[SignedRemoval] = []
-        if (request.base_model, request.base, request.rule) == mine and held not in (
+        if (request.base_model, request.base, request.rule) == same_merge and mine not in (
             request.held,
             request.taken,
         ):
@@ -280,7 +280,7 @@ class MergeExchange:
                 f"{stream.peer_id} asks for {count} more contributions; {_ITEMS_PER_S:g} a second are given",
                 reason="merge_rate",
             )
-        reply = MergeReply(self.set.base, self._rule, held, len(links), len(removals))
+        reply = MergeReply(self.set.base, self._rule, mine, len(links), len(removals))
         for each in (reply, *links, *removals):
             await stream.send(encode(each))
 

@@ -157,7 +157,7 @@ class Merger:
         return number
 
     def _number(self) -> int:
-        """Of the round that runs now."""
+        """Number of the round that runs now."""
         return math.floor(self._window() / self._every)
 
     def _seconds_to(self, window: float) -> float:

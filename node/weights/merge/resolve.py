@@ -356,5 +356,5 @@ def _flat(array: U16) -> U16:
 
 
 def _lower_median(values: Sequence[float]) -> float:
-    """Of an even number the lower one: half of the authors cannot raise it."""
+    """The median, the lower one of two: half of the authors cannot raise it."""
     return sorted(values)[(len(values) - 1) // 2] if values else 0.0
