@@ -60,9 +60,10 @@ class BaseWeights:
 
 
 def base_bits(policy: Policy, adapter: AdapterSpec | None) -> dict[str, U16]:
-    """By name. Loads the policy once more and lets it go. Blocking, seconds for a large one. Raises
-    ModelError."""
-    model = policy.load_model("cpu", "bfloat16")
+    """By name. Loads the policy once more and lets it go: 4 bytes a parameter meanwhile. Blocking, seconds
+    for a large one. Raises ModelError."""
+    # Not in bfloat16: loading sets torch's default type for the whole process, and a step may be running.
+    model = policy.load_model("cpu", "float32")
     if adapter is None:
         return to_bits({name: tensor for name, tensor in model.state_dict().items() if _is_weight(tensor)})
     with torch.random.fork_rng(devices=[]):  # the adapter's first values are drawn, and not used

@@ -49,3 +49,19 @@ def test_tied_weights_travel_once_and_buffers_not_at_all() -> None:
     assert list(weights) == ["embed", "head", "other"]
     assert weights["head"] is weights["embed"]
     assert weights["other"] is state["other"]
+
+
+@pytest.mark.slow
+def test_loading_it_leaves_the_default_type_of_other_threads_alone(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may happen while a step runs, whose new tensors have torch's default type."""
+    set_default, given = torch.set_default_dtype, []
+
+    def recorded(dtype: torch.dtype) -> None:
+        given.append(dtype)
+        set_default(dtype)
+
+    monkeypatch.setattr(torch, "set_default_dtype", recorded)
+    base_bits(policy, None)
+    assert set(given) <= {torch.float32}

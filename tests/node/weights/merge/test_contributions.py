@@ -114,7 +114,7 @@ def test_the_order_of_arrival_does_not_matter(
     one, two = of(*operations, max_authors=cap), of(*other, max_authors=cap)
     assert one == two
     assert one.digest() == two.digest()
-    assert one.whole_digest() == two.held_digest()
+    assert one.whole_digest() == two.whole_digest()
     assert [each.tag for each in one.visible()] == [each.tag for each in two.visible()]
 
 
@@ -236,7 +236,7 @@ def test_the_digest_of_what_is_held_tells_all_that_others_would_be_sent() -> Non
     sets = [of(), of(ada), of(ada, bob), of(ada, removed(ADA, ada)), of(removed(ADA, ada))]
     sets += [of(ada, removed(ADA, ada, created_at=1)), MergeSet(SWARM, MODEL, OTHER)]
     assert len({each.whole_digest() for each in sets}) == len(sets)
-    assert of(ada, bob).whole_digest() == of(bob, ada).held_digest()
+    assert of(ada, bob).whole_digest() == of(bob, ada).whole_digest()
 
 
 # --- bounds and refusals ------------------------------------------------------------------------------------
