@@ -1,4 +1,4 @@
-"""The DHT records that a node of the in-memory network holds for others: validated, rate-limited, bounded."""
+"""The DHT records that a node of the in-memory network keeps for others: validated, rate-limited, bounded."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from protocol.constants import MAX_DHT_RECORD_BYTES
 from protocol.errors import RemoteProtocolError
 from protocol.messages import PeerId
 
-__all__ = ["HeldRecords"]
+__all__ = ["DhtRecords"]
 
 
-class HeldRecords:
+class DhtRecords:
     """Value and expiry (ms) by key."""
 
     def __init__(self, validate: RecordValidator | None, limits: TransportLimits, refusals: Refusals) -> None:
@@ -28,6 +28,9 @@ class HeldRecords:
             newcomer_burst=limits.newcomer_burst,
         )
 
+    def __len__(self) -> int:
+        return len(self._records)
+
     def put_own(self, key: str, value: bytes, expires_at: int) -> None:
         self._records[key] = (value, expires_at)
 
@@ -39,11 +42,13 @@ class HeldRecords:
         return self._records.get(key) if self._within_rate(peer_id) else None
 
     def offered(self, peer_id: PeerId, key: str, value: bytes, expires_at: int) -> None:
-        """A peer asks this node to hold a record. The later expiry wins; the first to expire makes room."""
+        """A peer asks this node to keep a record. The later expiry wins; the first to expire makes room."""
         if not self._within_rate(peer_id):
             return
-        held = self._records.get(key)
-        if (held is not None and held[1] >= expires_at) or not self.is_valid(peer_id, key, value, expires_at):
+        known = self._records.get(key)
+        if (known is not None and known[1] >= expires_at) or not self.is_valid(
+            peer_id, key, value, expires_at
+        ):
             return
         self._records[key] = (value, expires_at)
         if len(self._records) > self._capacity:

@@ -11,9 +11,9 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 
+from cachetools import FIFOCache
 from hivemind.p2p import PeerID
 from hivemind.utils import get_dht_time
 
@@ -43,14 +43,12 @@ class Neighbours:
         """Value and expiry (ms) by key."""
         self._limits = limits
         self._delay_s = delay_s
-        self._known: OrderedDict[PeerId, str] = OrderedDict()
+        self._known: FIFOCache[PeerId, str] = FIFOCache(_MAX_KNOWN)
+        """Address of each peer that was dialled."""
 
     def keep(self, peer_id: PeerId, address: str) -> None:
         """From now on dial this peer again whenever it is lost."""
         self._known[peer_id] = address
-        self._known.move_to_end(peer_id)
-        while len(self._known) > _MAX_KNOWN:
-            self._known.popitem(last=False)
 
     async def dial(self, session: Session, address: str) -> None:
         """Connect, and join the peer's DHT: before its ping is answered a DHT read finds nothing."""

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable
 
+from cachetools import LRUCache
+
 from protocol.messages import PeerId
 
 __all__ = [
@@ -69,9 +71,8 @@ class KeyedTokenBuckets:
     ) -> None:
         self._rate_per_s = rate_per_s
         self._burst = burst
-        self._capacity = capacity
         self._newcomers = TokenBucket(newcomers_per_s, newcomer_burst)
-        self._buckets: OrderedDict[Hashable, TokenBucket] = OrderedDict()
+        self._buckets: LRUCache[Hashable, TokenBucket] = LRUCache(capacity)
 
     def __len__(self) -> int:
         return len(self._buckets)
@@ -82,11 +83,7 @@ class KeyedTokenBuckets:
         if bucket is None:
             if not self._newcomers.take(now_s):
                 return False
-            while len(self._buckets) >= self._capacity:
-                self._buckets.popitem(last=False)
             bucket = self._buckets[key] = TokenBucket(self._rate_per_s, self._burst)
-        else:
-            self._buckets.move_to_end(key)
         return bucket.take(now_s, amount)
 
 

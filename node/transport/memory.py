@@ -16,13 +16,14 @@ import hashlib
 import math
 import random
 import re
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 
+from cachetools import FIFOCache
+
 from node.clock import Clock, SystemClock
-from node.transport._memory_records import HeldRecords
+from node.transport._memory_records import DhtRecords
 from node.transport._pipes import MemoryChannel, Pipe
 from node.transport.base import (
     ConnectedPeer,
@@ -309,10 +310,10 @@ class MemoryTransport(Transport):
         self._limits = limits
         self.refusals = Refusals()
         self._gate = StreamGate(limits, self.refusals)
-        self._held = HeldRecords(validate_record, limits, self.refusals)
+        self.records = DhtRecords(validate_record, limits, self.refusals)
         self._handlers: dict[str, tuple[StreamHandler, float | None]] = {}
         self._subscriptions: list[Subscription] = []
-        self._seen: OrderedDict[int, None] = OrderedDict()
+        self._seen: FIFOCache[int, None] = FIFOCache(_SEEN_MESSAGES)
         self._own_records: dict[str, tuple[bytes, int]] = {}
         self._restarts = 0
         self._closed = False
@@ -406,8 +407,6 @@ class MemoryTransport(Transport):
 
     def _remember(self, message: _Message) -> None:
         self._seen[message.number] = None
-        if len(self._seen) > _SEEN_MESSAGES:
-            self._seen.popitem(last=False)
 
     # --- DHT ---
 
@@ -423,23 +422,23 @@ class MemoryTransport(Transport):
         await self._within_dht_deadline(f"reading the DHT record {key}")
         now_ms = self._network.clock.now_ms()
         best, best_expires_at = None, now_ms
-        own = self._held.get_own(key)
+        own = self.records.get_own(key)
         if own is not None and own[1] > best_expires_at:
             best, best_expires_at = own
         for holder in self._network.closest(self.peer_id, key, _BEAM):
-            found = holder._held.asked(self.peer_id, key)
+            found = holder.records.asked(self.peer_id, key)
             if (
                 found is not None
                 and found[1] > best_expires_at
-                and self._held.is_valid(holder.peer_id, key, *found)
+                and self.records.is_valid(holder.peer_id, key, *found)
             ):
                 best, best_expires_at = found
         return best
 
     def _place(self, key: str, value: bytes, expires_at: int) -> None:
-        self._held.put_own(key, value, expires_at)
+        self.records.put_own(key, value, expires_at)
         for other in self._network.closest(self.peer_id, key, _REPLICAS):
-            other._held.offered(self.peer_id, key, value, expires_at)
+            other.records.offered(self.peer_id, key, value, expires_at)
 
     async def _within_dht_deadline(self, waiting_for: str) -> None:
         try:
@@ -483,7 +482,7 @@ class MemoryTransport(Transport):
     def stack_died(self) -> None:
         """For `MemoryNetwork.kill`."""
         self.up = False
-        self._held.clear()
+        self.records.clear()
         self._seen.clear()
 
     def stack_restarted(self) -> None:

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
+from cachetools import FIFOCache
+
 from node.verify.base import ACCEPT, Item, Verdict, reject
 from node.verify.coincidence import COPY_NATS, GroupPrint, evidence_nats, print_group
 from protocol.messages import PeerId, RolloutGroup
@@ -38,7 +40,7 @@ class Copies:
     def __init__(self, max_prints: int = MAX_PRINTS) -> None:
         self._max_prints = max_prints
         self._prints: OrderedDict[PrintKey, GroupPrint] = OrderedDict()
-        self._holders: dict[bytes, OrderedDict[PrintKey, None]] = {}
+        self._holders: dict[bytes, FIFOCache[PrintKey, None]] = {}
 
     def __len__(self) -> int:
         return len(self._prints)
@@ -50,10 +52,8 @@ class Copies:
         self._drop(key)
         self._prints[key] = entry
         for completion in {rollout.key for rollout in entry.rollouts}:
-            holders = self._holders.setdefault(completion, OrderedDict())
+            holders = self._holders.setdefault(completion, FIFOCache(MAX_GROUPS_PER_COMPLETION))
             holders[key] = None
-            while len(holders) > MAX_GROUPS_PER_COMPLETION:
-                holders.popitem(last=False)
         while len(self._prints) > self._max_prints:
             self._drop(next(iter(self._prints)))
 

@@ -92,7 +92,7 @@ def test_records_of_strangers_are_capped_in_number_and_rate():
         for number in range(1000):
             await hostile.store(f"key {number}", b"x", network.clock.now_ms() + 60_000)
         # 200 of burst passed the bucket, 50 of them are kept.
-        assert len(victim._held._records) == 50
+        assert len(victim.records) == 50
         assert victim.counters() == {(hostile.peer_id, "dht_rate"): 800}
         for transport in (victim, hostile):
             await transport.close()

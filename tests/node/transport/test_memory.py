@@ -243,10 +243,11 @@ def test_closing_at_a_silent_end_is_not_seen_at_the_other():
 
 def test_churn_leaves_the_rest_working():
     async def main() -> None:
-        nodes = await star(network_of(), 4)
+        network = network_of()
+        nodes = await star(network, 4)
         await nodes[3].close()
         assert [peer.peer_id for peer in await nodes[0].peers()] == [PEERS[1], PEERS[2]]
-        again = nodes[0]._network.transport(PEERS[3])
+        again = network.transport(PEERS[3])
         await again.start()
         await again.connect(nodes[1].addresses()[0])
         assert [peer.peer_id for peer in await nodes[1].peers()] == [PEERS[0], PEERS[3]]
@@ -296,8 +297,9 @@ def test_sender_waits_for_a_reader_that_does_not_read():
 
 def test_dead_link_is_a_deadline_error():
     async def main() -> None:
-        nodes = await star(network_of(), 2)
-        nodes[0]._network.link = LinkConditions(30_000, 30_000)
+        network = network_of()
+        nodes = await star(network, 2)
+        network.link = LinkConditions(30_000, 30_000)
         with pytest.raises(DeadlineError, match="reading the DHT record key did not finish within 10 s"):
             await nodes[0].get("key")
         with pytest.raises(DeadlineError, match="opening"):
