@@ -77,7 +77,7 @@ class TorrentMember(Member):
 
     def _add(self, metadata: bytes, folder: Path, *, wanted: bool) -> None:
         parameters = libtorrent.add_torrent_params()
-        parameters.ti = libtorrent.torrent_info(libtorrent.bdecode(metadata))
+        parameters.ti = libtorrent.torrent_info(metadata)
         parameters.save_path = str(folder)
         parameters.file_priorities = [_WANTED if wanted else _NOT_WANTED]
         parameters.flags &= ~libtorrent.torrent_flags.auto_managed
