@@ -36,7 +36,6 @@ from node.open.parts import Parts, open_parts
 from node.open.policy import open_sandbox, require_strength
 from node.open.stores import open_stores
 from node.peers.presence import ask_clock, fetch_charter
-from node.roles import open_node
 from node.runtime import Runtime
 from node.state.keys import create_key, load_or_create_key
 from node.state.lock import hold
@@ -149,6 +148,8 @@ async def run_loop(
 ) -> bool:
     """Run the node of `parts` in this event loop, with what it needs for as long: threads, stores, sinks of
     its events, and the network. False if a signal ended it."""
+    from node.node import open_node  # imports torch
+
     config, clock = parts.config, SystemClock()
     home = Home(config.home)
     async with contextlib.AsyncExitStack() as stack:
@@ -168,7 +169,7 @@ async def run_loop(
             stack.push_async_callback(transport.close)
         for sink in (metrics, socket, show):
             runtime.bus.subscribe(sink)
-        node = open_node(parts, runtime, membership, stores, transport)
+        node = await open_node(parts, runtime, membership, stores, transport)
 
         def stop(reason: str) -> None:
             runtime.notice(NoticeLevel.WARNING, "stopping after the work in flight; again to stop at once")

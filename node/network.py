@@ -7,8 +7,7 @@ with peers' groups (`node/share/collect.py`, `node/verify`), nor for weights (`n
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
-from typing import Any
+import asyncio
 
 from node.config import NodeConfig
 from node.membership import Membership
@@ -25,7 +24,7 @@ __all__ = ["Network"]
 
 
 class Network:
-    """Wires at once; `stages` are the loops that make it live. The node that made it closes the transport."""
+    """Wires at once; `run` makes it live. The node that made it closes the transport."""
 
     def __init__(
         self,
@@ -59,9 +58,11 @@ class Network:
             bootstraps=config.network.bootstraps,
         )
 
-    def stages(self) -> dict[str, Coroutine[Any, Any, None]]:
-        """Loops that run for as long as the node does."""
-        return {"gossip": self.gossip.run(), "presence": self.presence.run()}
+    async def run(self) -> None:
+        """Gossip and keep up with neighbours until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.gossip.run(), name="gossip")
+            group.create_task(self.presence.run(), name="presence")
 
     def members_of(self, lineage: Lineage | None) -> list[PeerId]:
         """Connected peers that said to have this lineage's weights: its owner and who follows it. Sorted, so

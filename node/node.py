@@ -1,4 +1,4 @@
-"""One trainer, wired. Its stages in the order of the flow; this file only connects them.
+"""A node: its services in the order of the flow, and their life. `roles.py` connects them.
 
                 prompts(window, peer)                                announcements of peers
                         |                                                      |
@@ -24,254 +24,129 @@
                         |
     BROADCAST  new weights -> engine, in place -> probe (D7); the end of a step unblocks ROLLOUT's admission
                         |
-               the newest proven version -> delta on the chain -> chunks to followers (`node/follower.py`)
+               the newest proven version -> delta on the chain -> chunks to followers (`weights/publish.py`)
                waits: a new version; beside the training, which never waits for it
                         |
     MERGE      every few windows, if enabled: anchors of trainers of this base model -> one set of weights,
                taken between two steps, judged on held-out prompts, adopted or not (`weights/merge/adopt.py`)
                waits: the next round, partners' sets, their blobs
 
-Backpressure: ROLLOUT runs at most `max_staleness` versions ahead of TRAIN (`admission.py`; a step gives its
-groups' room back, whether it made a version or not); everything else is a bounded queue, pool or book. An
-author whose bodies do not come rests, so that stalling peers do not stop SHARE.collect. Losing the network is
-never fatal: SHARE waits, the rest goes on. An engine that fails its probe for good ends sharing in both
-directions (`weights/engine_sync.py`), not the run. A stage that raises ends the node with that error: peers'
-errors were caught and counted at their boundary.
+A node without a network has no SHARE, VERIFY and MERGE, and publishes nothing. A follower has no TRAIN: its
+engine's versions are those of an owner (`weights/follow/follower.py`), and each gives room to as many groups
+as admission allows, then waits for the next; so a follower whose owner stops soon stops generating, too.
+
+Backpressure: ROLLOUT runs at most `max_staleness` versions ahead of TRAIN (`rollout/admission.py`; a step
+gives its groups' room back, whether it made a version or not); everything else is a bounded queue, pool or
+book. An author whose bodies do not come rests, so that stalling peers do not stop SHARE.collect. Losing the
+network is never fatal: SHARE waits, the rest goes on. An engine that fails its probe for good ends sharing in
+both directions (`weights/engine_sync.py`), not the run. A service that raises ends the node with that error:
+peers' errors were caught and counted at their boundary.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import Callable
 
-import msgspec
-
-from node.core import NodeCore, Stages
-from node.events import Health, NoticeLevel
+from node.events import NodeStarted, NodeStopped
 from node.membership import Membership
 from node.open.parts import Parts
 from node.open.stores import Stores
+from node.roles import Common, FollowerRole, TrainerRole, open_follower, open_trainer
 from node.runtime import Runtime
-from node.share.accepted import Accepted
-from node.share.collect import Collector
-from node.share.pool import ReplayPool
-from node.supervise import StageGauge, resident_bytes
-from node.train.checkpoints import Checkpoints
-from node.train.evaluate import Evaluator, HeldOut
-from node.train.stage import TrainStage
-from node.train.stepper import open_stepper
+from node.sandbox.strength import describe
+from node.status import Status
+from node.supervise import resident_bytes, run_stages
 from node.transport.base import Transport
-from node.verify.lineage import OwnPolicy
-from node.verify.pipeline import Verifier
-from node.verify.stage import VerifyStage
-from node.weight.own import OwnGroups
-from node.weight.stage import WeightStage
-from node.weights.chain.base import BaseWeights, base_bits
-from node.weights.engine_sync import EngineSync, SyncSettings
-from node.weights.merge.adopt import MergeAdoption
-from node.weights.merge.merger import Merger
-from node.weights.publish import Publisher
-from node.weights.sharing import WeightsSharing
-from protocol.messages import Lineage
 
-__all__ = ["Node"]
+__all__ = ["Node", "open_node"]
 
 
-class Node(NodeCore):
-    """All stages of one trainer. `run` returns when the steps are done (or `stop` was called) and all is
+async def open_node(
+    parts: Parts,
+    runtime: Runtime,
+    membership: Membership,
+    stores: Stores,
+    transport: Transport | None,
+    rss_bytes: Callable[[], int] = resident_bytes,
+) -> Node:
+    """A node of the configured role, not running yet: the one way for a real start and for a simulation.
+    `transport` is started, and closed by the node; without one it trains alone. `rss_bytes` tells the
+    resident memory of this process. Raises ConfigError for a follower without a network."""
+    common = Common(parts, runtime, membership, stores, transport)
+    if parts.learner is not None:
+        return Node(common, await open_trainer(common, parts.learner), rss_bytes)
+    return Node(common, open_follower(common), rss_bytes)
+
+
+class Node:
+    """Services and their life. `run` returns when the steps are done (or `stop` was called) and all is
     closed."""
 
     def __init__(
-        self,
-        parts: Parts,
-        runtime: Runtime,
-        membership: Membership,
-        stores: Stores,
-        transport: Transport | None,
-        rss_bytes: Callable[[], int] = resident_bytes,
+        self, common: Common, role: TrainerRole | FollowerRole, rss_bytes: Callable[[], int]
     ) -> None:
-        if parts.learner is None:
-            raise ValueError("a trainer needs a learner among its parts")
-        self._learner = learner = parts.learner
-        self._lineage = Lineage(
-            owner=membership.peer_id,
-            base_model=parts.policy.base_model,
-            tokenizer=parts.policy.tokenizer_digest,
-        )
-        super().__init__(parts, runtime, membership, stores, transport, rss_bytes)
-        config = self.config
-        self._pool = ReplayPool(config.share.pool_groups, config.share.max_uses, self._runtime.rng)
-        self._held_out = HeldOut(
-            parts.engine,
-            parts.policy,
-            self._universe,
-            self._own_scorer.reward,
-            per_task=config.evaluate.prompts_per_task,
-            max_new_tokens=membership.charter.max_new_tokens,
-        )
-        self._base = BaseWeights(
-            self._runtime, functools.partial(base_bits, parts.policy, learner.settings.adapter)
-        )
-        self._sharing: WeightsSharing | None = None
-        self._publisher: Publisher | None = None
-        self._merger: Merger | None = None
-        if self._network is not None:
-            self._sharing = self._share_weights(self._network)
-            self._publisher = Publisher(
-                self._runtime, self._membership, self._lineage, learner.trainer, self._base, self._sharing
-            )
-        self._engine = EngineSync(
-            self._runtime,
-            learner.trainer,
-            parts.engine,
-            self._held_out,
-            self._publisher,
-            SyncSettings(
-                tolerance=config.rollout.parity_tolerance,
-                probe_every=config.train.checkpoint_every,
-                sequential=config.policy.sharing == "sequential",
-            ),
-        )
-        self._rollout = self._open_rollout(self._engine.awake)
-        self._weight = WeightStage(
-            runtime,
-            membership,
-            learner.settings.weight,
-            parts.policy,
-            OwnGroups(self._made, self._admission),
-            self._pool,
-            self._peers,
-        )
-        self._stepper = open_stepper(runtime, config, learner.trainer, self._engine)
-        self._checkpoints = Checkpoints(runtime, membership, config, learner.trainer, self._peers)
-        self._training = TrainStage(
-            runtime,
-            config,
-            self._weight,
-            self._stepper,
-            Evaluator(runtime, self._held_out),
-            self._checkpoints,
-        )
-        self._gauge(
-            self._rollout.gauge,
-            StageGauge("verify", self._runtime.clock, "fetched bodies"),
-            StageGauge("share", self._runtime.clock, "offers", self._pool.capacity, lambda: len(self._pool)),
-            self._weight.gauge,
-            self._training.gauge,
-            self._engine.gauge,
-            *([StageGauge("merge", self._runtime.clock, "the next round")] if config.merge.enabled else []),
-        )
-        self._verifier = Verifier(
-            self._membership,
-            self._peers,
-            self._universe.item,
-            parts.sandbox,
-            learner.decoders,
-            own=OwnPolicy(self._lineage, parts.policy, parts.engine),
-            enabled=config.verify.enabled,
-        )
-        self._collector: Collector | None = None
-        self._verify: VerifyStage | None = None
-        if self._network is not None:
-            self._collector = Collector(
-                self._runtime,
-                self._peers,
-                self._network.gossip,
-                self._pool,
-                self._verifier,
-                self._engine,
-                config,
-            )
-            self._verify = VerifyStage(
-                self._runtime, self._peers, self._collector.fetched, self._verifier, self._pool
-            )
-            self._gauges |= {"verify": self._verify.gauge, "share": self._collector.gauge}
+        self.config = common.parts.config
+        self.peers = common.peers
+        self.role = role
+        """The services that others than this class have a use for, by name."""
+        self._common = common
+        self._services = (*role.services, *common.network_services())
+        self._status = Status(common.runtime, self._services, role.rollout, rss_bytes)
+        self._stop = asyncio.Event()
+        self._reason = "steps done"
 
     @property
     def finished(self) -> asyncio.Event:
-        """Set once all steps are done and evaluated."""
-        return self._training.finished
+        """Set once all steps are done and evaluated; never for a follower."""
+        return self.role.finished
 
-    @property
-    def lineage(self) -> Lineage:
-        return self._lineage
+    def stop(self, reason: str) -> None:
+        """End the run; `run` then closes everything and returns."""
+        self._reason = reason
+        self._stop.set()
 
-    # --- wiring -------------------------------------------------------------------------------------------
-
-    def _adoption(self, merger: Merger) -> MergeAdoption:
-        return MergeAdoption(
-            self._runtime, self._learner.trainer, self._engine, merger, self._held_out, self.config.merge
-        )
-
-    def _stages(self) -> Stages:
-        stages = {
-            "rollout": self._rollout.run(self._generator(self._lineage)),
-            "train": self._training.run(),
-            "end": self._end_when_finished(),
-        }
-        if self._collector is not None and self._verify is not None:
-            stages |= {"verify": self._verify.run(), "collect": self._collector.run()}
-        if self._publisher is not None:
-            stages["publish"] = self._publisher.run()
-        if self._merger is not None:
-            stages["merge"] = self._merger.run()
-        return stages
-
-    # --- life ---------------------------------------------------------------------------------------------
-
-    async def _begin(self) -> None:
-        if self._checkpoints.saved_version:
-            self._runtime.notice(
-                NoticeLevel.INFO, f"goes on from the checkpoint of version {self._checkpoints.saved_version}"
-            )
-        if self._publisher is not None and self._sharing is not None:
-            await self._publisher.resume(self._parts.engine, self._run_dir.published)
-            if self.config.merge.enabled:
-                self._merger = Merger(
-                    self._runtime,
-                    self._membership,
-                    await self._base.get(),
-                    self._publisher,
-                    self._engine,
-                    self._sharing,
-                    self.config.merge,
+    async def run(self) -> None:
+        """Start, work, stop. Raises what a service raised."""
+        runtime = self._common.runtime
+        began_s = runtime.monotonic_s()
+        runtime.emit(self._started())
+        try:
+            async with self._common.closing:
+                for service in self._services:
+                    await service.start()
+                loops = {service.name: service.run() for service in self._services}
+                await run_stages(
+                    {**loops, "status": self._status.run(), "end": self._end()}, until=self._stop
                 )
-                self._stepper.merges = self._adoption(self._merger)
-                self._gauges["merge"] = self._merger.gauge
+                for service in self._services:
+                    await service.stop()
+        except BaseException as error:
+            self._reason = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            self._status.tell_last()
+            wall_s, steps = runtime.monotonic_s() - began_s, self.role.steps()
+            runtime.emit(NodeStopped(at=runtime.now_ms(), reason=self._reason, steps=steps, wall_s=wall_s))
 
     async def _end(self) -> None:
-        await self._checkpoints.save()
-
-    def _close(self) -> None:
-        if self._sharing is not None:
-            self._sharing.close()
-
-    async def _end_when_finished(self) -> None:
         await self.finished.wait()
         if not self.config.linger:
             self._stop.set()
 
-    def _steps(self) -> int:
-        return self._learner.trainer.steps
-
-    # --- what stages call ---------------------------------------------------------------------------------
-
-    async def _publish(self, own: Accepted, body: bytes) -> None:
-        if self._network is not None and self._collector is not None and not self._engine.not_sharing:
-            self._verifier.observe_own(own)
-            await self._network.publisher.publish(own, body)
-
-    # --- events -------------------------------------------------------------------------------------------
-
-    def _emit_weights(self) -> None:
-        if self._publisher is not None:
-            self._runtime.emit(self._publisher.seen())
-
-    def _health_now(self) -> Health:
-        return msgspec.structs.replace(
-            super()._health_now(),
-            bodies_fetched=self._collector.bodies_fetched if self._collector is not None else 0,
-            checks=self._verifier.counts(),
-            not_sharing=self._engine.not_sharing,
+    def _started(self) -> NodeStarted:
+        common, config = self._common, self.config
+        return NodeStarted(
+            at=common.runtime.now_ms(),
+            name=config.name,
+            peer_id=common.membership.peer_id,
+            role=config.role,
+            swarm=common.membership.charter.name,
+            swarm_id=common.membership.swarm_id,
+            addresses=common.transport.addresses() if common.transport is not None else (),
+            model=str(common.parts.policy.path),
+            params=common.parts.policy.params,
+            engine=common.parts.engine.name,
+            sandbox=describe(common.parts.sandbox.report),
+            run_dir=str(common.run_dir.root),
         )

@@ -16,12 +16,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from cachetools import FIFOCache
 
-from node.events import PeerStatus, inert
+from node.compute import Lane
+from node.events import NoticeLevel, PeerStatus, inert
 from node.membership import Membership
-from node.peers.trust import Hardness, Standing, TrustSettings, after_judgement, is_quarantined, trust_in
+from node.peers.trust import (
+    Hardness,
+    Standing,
+    TrustSettings,
+    after_judgement,
+    is_quarantined,
+    save_standings,
+    trust_in,
+)
 from node.runtime import Runtime
 from node.transport.limits import Refusals
 from protocol.messages import Announcement, Digest, Lineage, PeerId, PeerRecord
@@ -151,6 +161,16 @@ class PeerBook:
     def standings(self) -> tuple[Standing, ...]:
         """All of them, to be stored and given to `PeerBook` again."""
         return tuple(self._standings.values())
+
+    async def save(self, path: Path) -> None:
+        """Write the standings to `path`; a full disk is told."""
+        try:
+            await self._runtime.run(
+                Lane.DISK, save_standings, path, self._membership.swarm_id, self.standings()
+            )
+        except OSError as error:
+            text = f"trust was not saved: {error}; make room on the disk"
+            self._runtime.notice(NoticeLevel.WARNING, text)
 
     def refusals(self) -> dict[str, int]:
         """What was refused below verification so far, by reason."""

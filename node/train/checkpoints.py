@@ -37,7 +37,13 @@ class Checkpoints:
         self._trainer = trainer
         self._peers = peers
         self._folder = Home(config.home).run(config.run).checkpoints
-        self._trust_file = Home(config.home).state / "trust.json"
+        self._trust_file = Home(config.home).trust
+
+    async def start(self) -> None:
+        """Say where this run goes on."""
+        if self.saved_version:
+            text = f"goes on from the checkpoint of version {self.saved_version}"
+            self._runtime.notice(NoticeLevel.INFO, text)
 
     async def save(self) -> None:
         """A checkpoint of a version that has none, and trust, to disk. A full disk costs that, not the

@@ -91,7 +91,8 @@ class Publisher:
         self._membership = membership
         self._trainer = trainer
         self._base = base
-        self._sharing = sharing
+        self.sharing = sharing
+        """What the versions travel by."""
         self._opened: Chain | None = None
         self._bits: dict[str, U16] | None = None
         """Weights of the chain's head, when they are known."""
@@ -116,8 +117,8 @@ class Publisher:
 
     def seen(self) -> WeightsSeen:
         """The snapshot for the screen."""
-        followers = len(self._sharing.members())
-        return self._sharing.seen(self.lineage.owner, self.published, self.published, followers)
+        followers = len(self.sharing.members())
+        return self.sharing.seen(self.lineage.owner, self.published, self.published, followers)
 
     # --- a restart ----------------------------------------------------------------------------------------
 
@@ -127,7 +128,7 @@ class Publisher:
         the chain's next version. The file `mark` says that this run has published. Call it once, before `run`
         and before any step. A chain that must not be gone on with is told, and then nothing is published."""
         self._mark = mark
-        if self._sharing.chains.is_kept(self.lineage):
+        if self.sharing.chains.is_kept(self.lineage):
             try:
                 weights = await self.open()
             except OurFault as error:
@@ -168,7 +169,7 @@ class Publisher:
 
     def _restored(self, base: Base) -> Mapping[str, U16] | None:
         """Blocking."""
-        chain = self._opened = self._sharing.chains.open(self.lineage, [base.digest])
+        chain = self._opened = self.sharing.chains.open(self.lineage, [base.digest])
         self._keep(chain)
         head = chain.head
         if head is None:
@@ -185,7 +186,7 @@ class Publisher:
 
     def _rebuilt(self, chain: Chain, head: WeightsLink, base: Base) -> dict[str, U16]:
         """Weights of the head, from the blobs that are here. Blocking."""
-        store = self._sharing.store
+        store = self.sharing.store
         roots = {link.blob.root for link in map(decode_link, chain.links())}
         lost = {root for root in roots if (blob := store.get(root)) is None or not blob.complete}
         path = chain.path(None, cost=lambda link: link.blob.size, avoid=lost)
@@ -206,7 +207,7 @@ class Publisher:
         published last, if a large one. Nobody may change `state`; it is kept only while it is asked for."""
         if self._broken:
             return
-        wanted = self._merging or self._sharing.chains.wanted
+        wanted = self._merging or self.sharing.chains.wanted
         self._due = _Due(policy_version, state if wanted else None, anchor)
         self._offered.set()
 
@@ -214,7 +215,7 @@ class Publisher:
         """Publish what is due while somebody asks for it, until cancelled."""
         while True:
             await self._offered.wait()
-            await self._sharing.chains.asked()
+            await self.sharing.chains.asked()
             await self._publish_due(anchor=False)
 
     async def contribute(self) -> SignedLink | None:
@@ -223,7 +224,7 @@ class Publisher:
         self._merging = True
         try:
             while self._due is not None and not await self._publish_due(
-                anchor=not self._sharing.chains.wanted
+                anchor=not self.sharing.chains.wanted
             ):
                 await self._offered.wait()
             return await self.anchored()
@@ -247,7 +248,7 @@ class Publisher:
             return False
         began_s = self._runtime.monotonic_s()
         try:
-            with self._sharing.gauge.working():
+            with self.sharing.gauge.working():
                 link = await self.publish(due.policy_version, state, anchor=anchor or due.anchor)
         except (OSError, OurFault, LocalProtocolError) as error:
             text = f"version {due.policy_version} was not published: {error}"
@@ -346,7 +347,7 @@ class Publisher:
 
     async def _add(self, coded: _Coded, bits: dict[str, U16]) -> WeightsLink:
         """Keep the blob, sign its link and announce it."""
-        stored = await self._runtime.run(Lane.DISK, self._sharing.store.add, coded.data)
+        stored = await self._runtime.run(Lane.DISK, self.sharing.store.add, coded.data)
         link = WeightsLink(
             lineage=self.lineage,
             policy_version=coded.policy_version,
@@ -359,7 +360,7 @@ class Publisher:
         )
         with stored.used():
             if self.published < link.policy_version:
-                self._sharing.exchange.seed(stored.blob.root)  # everybody will want it at once
+                self.sharing.exchange.seed(stored.blob.root)  # everybody will want it at once
             # Ended half-way, the file would hold a version that this object does not know of.
             signed = sign_link(self._membership.identity, self._membership.swarm_id, link)
             self._committing = asyncio.create_task(self._commit(signed, bits))
@@ -374,17 +375,17 @@ class Publisher:
             self._mark = None
         on_disk = functools.partial(self._runtime.run, Lane.DISK)
         try:
-            await self._sharing.chains.commit(self._chain(), signed, on_disk)
+            await self.sharing.chains.commit(self._chain(), signed, on_disk)
         except RemoteProtocolError as error:
             raise LocalProtocolError(f"this node's own chain does not take its link: {error}") from error
         self._bits = bits
 
     @property
     def _anchor_every(self) -> int:
-        return self._sharing.settings.anchor_every
+        return self.sharing.settings.anchor_every
 
     def _anchor_due(self, policy_version: int) -> bool:
-        anchor, store = self._chain().anchor, self._sharing.store
+        anchor, store = self._chain().anchor, self.sharing.store
         if policy_version < self._next_try or anchor is None:
             return False
         stored = store.get(anchor.blob.root)
@@ -396,7 +397,7 @@ class Publisher:
 
     def _keep(self, chain: Chain) -> None:
         """Pin what others may need; the rest may leave the disk."""
-        store = self._sharing.store
+        store = self.sharing.store
         store.pin(chain.worth_keeping(store.max_bytes // 2, strictly=False))
 
     def _chain(self) -> Chain:

@@ -15,42 +15,32 @@ import logging
 import random
 import signal
 import sys
-from collections import OrderedDict
 from pathlib import Path
 
-from node.clock import Clock, SystemClock
+from cachetools import FIFOCache
+
+from node.clock import SystemClock
 from node.compute import Lane, ThreadCompute
 from node.config import NodeConfig, load_config
 from node.events import EventBus, NoticeLevel
 from node.membership import Membership
+from node.network import Network
 from node.open.charter import read_or_found_charter
-from node.open.engine import open_engine
-from node.open.policy import open_environments, open_policy, open_sandbox
-from node.peers.book import PeerBook
-from node.peers.presence import Presence
-from node.peers.trust import TrustSettings
-from node.rollout.engine.base import Engine
-from node.rollout.generate import Generator
-from node.rollout.policy import Policy
-from node.rollout.prompts import AssignedPrompt, PromptFeed, Universe
-from node.rollout.scoring import OwnScorer
+from node.open.parts import open_parts
+from node.open.policy import open_sandbox
+from node.open.stores import memory_stores
+from node.roles import Common
+from node.rollout.prompts import AssignedPrompt
 from node.runtime import Runtime
-from node.sandbox.scorer import Scorer
 from node.share.collect import fetch_body
-from node.share.gossip import Gossip
-from node.share.publish import Publisher
 from node.state.keys import load_key
 from node.state.paths import Home
-from node.state.stores import MemorySequence, MemoryWindows
 from node.supervise import run_stages
 from node.transport import open_transport
-from node.transport.base import Transport
-from protocol.charter import swarm_id
 from protocol.codec import decode
 from protocol.constants import MAX_BLOB_BYTES
 from protocol.errors import RemoteProtocolError, TransportError
-from protocol.identity import Identity
-from protocol.messages import Charter, Lineage, PromptRef, RolloutGroup
+from protocol.messages import Lineage, PromptRef, RolloutGroup
 from protocol.records import record_validator
 from swarm_cli.liar import Liar, Lie
 
@@ -68,63 +58,31 @@ FETCH_S = 5.0
 
 
 class LiarNode:
-    """Listens, keeps what it can copy, and lies."""
+    """Listens, keeps what it can copy, and lies, over `network`."""
 
-    def __init__(
-        self,
-        config: NodeConfig,
-        identity: Identity,
-        charter: Charter,
-        clock: Clock,
-        transport: Transport,
-        sandbox: Scorer,
-        policy: Policy,
-        engine: Engine,
-    ) -> None:
-        environments = open_environments(charter)
-        swarm = swarm_id(charter)
-        lineage = Lineage(
-            owner=identity.peer_id, base_model=policy.base_model, tokenizer=policy.tokenizer_digest
-        )
-        universe = Universe(swarm, charter, environments)
-        sequence = MemorySequence(clock.now_ms() * 1024)
-        self._transport = transport
-        self._liar = Liar(charter, swarm, lineage)
-        self._runtime = Runtime(clock, ThreadCompute(), EventBus(), random.Random(config.seed))
-        membership = Membership(identity, charter, clock)
-        self._feed = PromptFeed(self._runtime, membership, universe, MemoryWindows())
-        self._generator = Generator(
-            membership, lineage, policy, engine, OwnScorer(environments, sandbox), config
-        )
+    def __init__(self, common: Common, network: Network) -> None:
+        membership, policy = common.membership, common.parts.policy
+        lineage = Lineage(membership.peer_id, policy.base_model, policy.tokenizer_digest)
+        network.presence.lineage = lineage
+        self._network = network
+        self._runtime = common.runtime
+        self._feed = common.feed
+        self._generator = common.generator(lineage)
+        self._liar = Liar(membership.charter, membership.swarm_id, lineage)
         self._used: set[tuple[int, int]] = set()
-        self._copyable: OrderedDict[tuple[int, int], RolloutGroup] = OrderedDict()
-        peers = PeerBook(self._runtime, membership, TrustSettings())
-        self.gossip = Gossip(self._runtime, membership, peers, transport, sequence)
-        self._publisher = Publisher(transport, self.gossip, charter)
-        self.presence = Presence(
-            self._runtime,
-            membership,
-            peers,
-            transport,
-            sequence,
-            name=config.name,
-            bootstraps=config.network.bootstraps,
-        )
-        self.presence.lineage = lineage
+        self._copyable: FIFOCache[tuple[int, int], RolloutGroup] = FIFOCache(KEPT_GROUPS)
 
     async def listen(self) -> None:
         """Fetch every offered body: material for copies."""
-        async for heard in self.gossip.heard():
+        async for heard in self._network.gossip.heard():
             if not heard.announcement.mixed:
                 continue
             try:
-                body = await fetch_body(self._transport, heard.sender, heard, FETCH_S)
+                body = await fetch_body(self._network.transport, heard.sender, heard, FETCH_S)
                 group = decode(body, RolloutGroup, max_bytes=MAX_BLOB_BYTES)
             except (TransportError, TimeoutError, RemoteProtocolError):
                 continue
             self._copyable[group.prompt.window, group.prompt.index] = group
-            while len(self._copyable) > KEPT_GROUPS:
-                self._copyable.popitem(last=False)
 
     async def lie(self) -> None:
         """One lie after the other, slot by slot."""
@@ -149,7 +107,7 @@ class LiarNode:
         told = self._liar.lie(kind, group)
         if told is None or (kind is Lie.WRONG_INDEX and not self._take(told[0].prompt)):
             return
-        await self._publisher.offer(*told)
+        await self._network.publisher.offer(*told)
 
     def _take(self, ref: PromptRef) -> bool:
         """Use a slot once: a second answer would be refused as equivocation, before the lie is looked at."""
@@ -164,7 +122,7 @@ async def _run(config: NodeConfig) -> None:
     clock = SystemClock()
     home = Home(config.home)
     identity = load_key(home.key)
-    charter = read_or_found_charter(config, identity, clock.now_ms())
+    membership = Membership(identity, read_or_found_charter(config, identity, clock.now_ms()), clock)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -172,22 +130,28 @@ async def _run(config: NodeConfig) -> None:
     transport = await open_transport(
         home.key,
         listen=config.network.listen,
-        validate_record=record_validator(swarm_id(charter), clock.now_ms),
+        validate_record=record_validator(membership.swarm_id, clock.now_ms),
     )
     try:
-        policy = open_policy(config, charter)
-        with (
-            open_sandbox(config, charter) as sandbox,
-            contextlib.closing(open_engine(config, policy, _log_notice)) as engine,
-        ):
-            liar = LiarNode(config, identity, charter, clock, transport, sandbox, policy, engine)
-            stages = {
-                "gossip": liar.gossip.run(),
-                "presence": liar.presence.run(),
-                "listen": liar.listen(),
-                "lie": liar.lie(),
-            }
-            await run_stages(stages, until=stop)
+        config = config.model_copy(update={"role": "follower"})  # it trains nothing
+        with open_sandbox(config, membership.charter) as sandbox:
+            parts = open_parts(config, membership.charter, sandbox, _log_notice, identity.peer_id)
+            with contextlib.closing(parts.engine):
+                runtime = Runtime(clock, ThreadCompute(), EventBus(), random.Random(config.seed))
+                stores = memory_stores(clock.now_ms())
+                common = Common(parts, runtime, membership, stores, transport=None)
+                network = Network(
+                    runtime,
+                    membership,
+                    common.peers,
+                    transport,
+                    config,
+                    sequence=stores.sequence,
+                    replay=stores.replay,
+                )
+                liar = LiarNode(common, network)
+                loops = {"network": network.run(), "listen": liar.listen(), "lie": liar.lie()}
+                await run_stages(loops, until=stop)
     finally:
         await transport.close()
 

@@ -17,15 +17,13 @@ import torch
 
 from node.clock import VirtualClock, run_virtual
 from node.compute import InlineCompute, Lane
-from node.core import NodeCore
 from node.events import Event, EventBus, NoticeLevel
 from node.membership import Membership
-from node.node import Node
+from node.node import Node, open_node
 from node.open.charter import read_or_found_charter
 from node.open.parts import open_parts
 from node.open.policy import open_environments, open_sandbox, require_strength
 from node.open.stores import memory_stores
-from node.roles import open_node
 from node.runtime import Runtime
 from node.sandbox.scorer import Scorer
 from node.supervise import sole_cause
@@ -82,9 +80,9 @@ async def _simulate(plan: DemoPlan, show: Callable[[str, Event], None]) -> None:
             group.create_task(_stop_all(nodes))
 
 
-async def _stop_all(nodes: list[NodeCore]) -> None:
+async def _stop_all(nodes: list[Node]) -> None:
     for node in nodes:
-        if isinstance(node, Node):
+        if node.config.role == "trainer":
             await node.finished.wait()
     await asyncio.sleep(STOP_AFTER_S)
     for node in nodes:
@@ -102,7 +100,7 @@ class _Swarm:
     """Closes what the nodes leave open."""
     show: Callable[[str, Event], None]
 
-    async def add(self, planned: PlannedNode, clock: VirtualClock) -> NodeCore:
+    async def add(self, planned: PlannedNode, clock: VirtualClock) -> Node:
         """A node, connected and not running yet."""
         name = planned.config.name
         runtime = Runtime(clock, InlineCompute(COSTS_S), EventBus(), random.Random(planned.config.seed))
@@ -124,4 +122,4 @@ class _Swarm:
             transport = self.network.transport(membership.peer_id, validate_record=validate)
             await transport.start()
         stores = memory_stores(clock.now_ms())
-        return open_node(parts, runtime, membership, stores, transport, rss_bytes=lambda: 0)
+        return await open_node(parts, runtime, membership, stores, transport, rss_bytes=lambda: 0)

@@ -380,7 +380,7 @@ def test_claiming_the_victims_own_policy_gains_nothing_but_its_checks(
     fetched; a plausible claim passes all checks and has the weight of its author's trust."""
 
     async def attack(mallory: Mallory, victim: Toy) -> None:
-        ours = victim.node.lineage
+        ours = victim.node.role.lineage
         for claim in (
             {"lineage": ours, "policy_version": 10_000},
             {"lineage": ours, "policy_version": 2**63 - 1},

@@ -258,11 +258,13 @@ def test_an_owner_that_contradicts_itself_is_left_and_not_chosen_again(
             follower = await swarm.add_follower("follower", 0, bootstraps=[owner])
             swarm.start()
             await until_reached(follower, 2)
-            follower.node.following.tracker.stopped = "chain_fork"  # how that is found: tests of the tracker
+            follower.node.role.following.tracker.stopped = (
+                "chain_fork"  # how that is found: tests of the tracker
+            )
             await asyncio.sleep(5)
             text = "signed versions that contradict each other (chain_fork); looking for an owner"
             assert follower.of(Notice)[-1].text == f"{owner.peer_id} {text}"
-            assert follower.node.lineage is None
+            assert follower.node.role.following.lineage is None
             made_by_then = len(made(follower))
             await asyncio.sleep(5)
             assert len(made(follower)) == made_by_then
@@ -272,16 +274,15 @@ def test_an_owner_that_contradicts_itself_is_left_and_not_chosen_again(
 
 def lies_at(owner: Toy, *versions: int) -> None:
     """From now on this running owner signs blobs for these versions that lack their last byte."""
-    publisher = owner.node._publisher
-    honest = publisher._coded
+    store = owner.node.role.publisher.sharing.store
+    honest, lies = store.add, set(versions)
 
-    def coded(policy_version: int, *rest: Any, **options: Any) -> Any:
-        bits, made = honest(policy_version, *rest, **options)
-        if policy_version in versions:
-            made = dataclasses.replace(made, data=made.data[:-1])
-        return bits, made
+    def add(data: bytes) -> Any:
+        lying = owner.trainer.policy_version in lies
+        lies.discard(owner.trainer.policy_version)
+        return honest(data[:-1] if lying else data)
 
-    publisher._coded = coded
+    store.add = add
 
 
 LEFT = r"signed a version that is of no use \(delta_[a-z]+\); looking for an owner"
@@ -309,16 +310,16 @@ def test_an_owner_that_signs_what_is_not_so_is_left_for_another(
             await asyncio.sleep(20)
             _, text, _ = (notice.text for notice in follower.of(Notice))
             assert re.fullmatch(f"{liar.peer_id} {LEFT}", text)
-            assert follower.node.lineage.owner == other.peer_id
+            assert follower.node.role.following.lineage.owner == other.peer_id
             of_liar = [event for event in follower.of(VersionReached) if event.owner == liar.peer_id]
             assert max(event.policy_version for event in of_liar) < lie
             assert max(event.at for event in of_liar) < switched_at
             rows = {row.peer_id: row for row in follower.of(PeersSeen)[-1].peers}
             assert rows[liar.peer_id].trust == 0
             assert rows[other.peer_id].trust == 0.5
-            counted = follower.node._peers.refusals()
+            counted = follower.node.peers.refusals()
             assert sum(n for reason, n in counted.items() if reason.startswith("delta_")) == 1
-            (standing,) = [each for each in follower.node._peers.standings() if each.peer == liar.peer_id]
+            (standing,) = [each for each in follower.node.peers.standings() if each.peer == liar.peer_id]
             assert 0.9 < standing.hard <= 1  # once
 
     run_virtual(main())
@@ -330,18 +331,18 @@ def test_an_owner_whose_finite_weights_give_no_numbers_is_left_for_another(
     async def main() -> None:
         async with ToySwarm(tmp_path, policies) as swarm:
             follower, liar, other, reached = await follower_of_one_of_two(swarm)
-            offer = liar.node._publisher.offer
+            offer = liar.node.role.publisher.offer
 
             def offer_huge(policy_version: int, state: dict[str, torch.Tensor], **rest: bool) -> None:
                 huge = {name: torch.full_like(each, 3e38) for name, each in state.items() if "norm" in name}
                 offer(policy_version, {**state, **huge}, **rest)
 
-            liar.node._publisher.offer = offer_huge
+            liar.node.role.publisher.offer = offer_huge
             await until_reached(follower, owner=other)
             _, left, _ = (notice.text for notice in follower.of(Notice))
             assert left.startswith(f"{liar.peer_id} signed a version that is of no use (version ")
             assert "NaN or infinite" in left
-            assert follower.node._peers.trust(liar.peer_id) == 0
+            assert follower.node.peers.trust(liar.peer_id) == 0
             assert made(follower)[-1].at >= reached.at
 
     run_virtual(main())
@@ -372,7 +373,7 @@ def test_the_configured_owner_is_waited_for_while_it_is_in_quarantine(
             assert re.fullmatch(f"{owner.peer_id} {LEFT}", left.text)
             waits = f"waits: follow.owner {owner.peer_id} is in quarantine for what it signed"
             assert [notice.text.startswith(waits) for notice in follower.of(Notice)] == [False, False, True]
-            assert follower.node.lineage is None
+            assert follower.node.role.following.lineage is None
             again = await until_reached(follower, lie)
             assert 29_000 <= again.at - left.at < 40_000
             assert {event.owner for event in follower.of(VersionReached)} == {owner.peer_id}

@@ -44,7 +44,7 @@ class Endless:
 class Stopped:
     """A node that is stopped while a thread of its own waits for the engine."""
 
-    def __init__(self, parts: Parts, runtime: Runtime, *_: object) -> None:
+    def __init__(self, parts: Parts, runtime: Runtime) -> None:
         self._engine = cast("Endless", parts.engine)
         self._runtime = runtime
 
@@ -57,7 +57,10 @@ class Stopped:
 def test_what_waits_for_the_engine_is_ended_before_it_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("node.main.open_node", Stopped)
+    async def stopped(parts: Parts, runtime: Runtime, *_: object) -> Stopped:
+        return Stopped(parts, runtime)
+
+    monkeypatch.setattr("node.node.open_node", stopped)
     home, engine, identity = Home(tmp_path).create(), Endless(), Identity.generate()
     config = load_config([], {"home": tmp_path, "network.transport": "none"})
     home.run(config.run).create()

@@ -104,7 +104,7 @@ def test_a_merge_that_is_worse_on_held_out_prompts_is_not_adopted(
             for toy in nodes:
                 calls = iter(range(10**6))
                 monkeypatch.setattr(
-                    toy.node._held_out,
+                    toy.node.role.held_out,
                     "rewards",
                     lambda count, calls=calls: [0.5 - 0.1 * (next(calls) % 2)] * count,
                 )
@@ -138,7 +138,7 @@ def test_whose_engine_has_failed_for_good_takes_part_no_more(
     async def main() -> None:
         async with ToySwarm(tmp_path, policies) as swarm:
             ann, ben, cat = await trainers(swarm, "ann", "ben", "cat")
-            cat.node._engine.not_sharing = "as told"
+            cat.node.role.engine.not_sharing = "as told"
             swarm.start()
             await swarm.finished()
             assert cat.of(MergeJudged) == []
@@ -160,7 +160,7 @@ def test_what_was_contributed_counts_no_more_once_the_engine_has_failed_for_good
                     await asyncio.sleep(0.5)
             merges = {toy.peer_id: len(toy.of(MergeJudged)) for toy in (ann, ben)}
             assert cat.peer_id in ann.of(MergeJudged)[-1].authors
-            cat.node._engine.not_sharing = "as told"
+            cat.node.role.engine.not_sharing = "as told"
             await swarm.finished()
             for toy in (ann, ben):
                 later = toy.of(MergeJudged)[merges[toy.peer_id] :]

@@ -121,8 +121,6 @@ def test_the_course_of_a_run_as_events(tmp_path: Path, policies: Sequence[Policy
             stages = alone.of(StagesSeen)
             assert [status.stage for status in stages[0].stages] == [
                 "rollout",
-                "verify",
-                "share",
                 "weight",
                 "train",
                 "broadcast",
@@ -166,12 +164,13 @@ def test_refusals_of_invented_peers_are_bounded_and_their_sum_is_right(
 ) -> None:
     async def main() -> None:
         async with ToySwarm(tmp_path, policies) as swarm:
-            node = (await swarm.add("alice")).node
+            alice = await swarm.add("alice", train__steps=1)
             for number in range(5000):
-                node._peers.refused(f"invented {number}", "decode")
-            assert node._health_now().refused == {"decode": 5000}
-            node._emit_peers()
-            assert len(swarm.toys[0].of(PeersSeen)[-1].peers) <= 1024
+                alice.node.peers.refused(f"invented {number}", "decode")
+            await swarm.run()
+            await alice.task
+            assert alice.of(Health)[-1].refused == {"decode": 5000}
+            assert len(alice.of(PeersSeen)[-1].peers) <= 1024
 
     run_virtual(main())
 
@@ -607,7 +606,7 @@ def test_a_restarted_node_goes_on_and_its_peers_take_it_back(
             assert notice.text == "goes on from the checkpoint of version 8"
             assert sorted(path.name for path in folder.iterdir()) == ["v11", "v14"]
             # what was known of others is known again, and others take what comes
-            known = alice.node._peers.trust(bob.peer_id)
+            known = alice.node.peers.trust(bob.peer_id)
             assert again.stores.standings[0].peer == bob.peer_id
             assert again.stores.standings[0].accepted > 3
             assert known > 0.7

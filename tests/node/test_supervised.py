@@ -152,7 +152,7 @@ def test_a_decline_that_only_a_probe_shows_goes_back_to_the_last_good_one(
                 asked.append(count)
                 return [next(rewards)] * count
 
-            monkeypatch.setattr(alice.node._held_out, "rewards", answer)
+            monkeypatch.setattr(alice.node.role.held_out, "rewards", answer)
             monkeypatch.setattr(Chains, "wanted", True)  # every version is published
             await swarm.run()
             await alice.task
@@ -178,7 +178,7 @@ def test_by_turns_with_the_engine_no_rollout_is_looked_at_again_and_probes_still
             keys = {"supervise__enabled": True, "supervise__probe_every": 2, "policy__sharing": "sequential"}
             alice = await swarm.add("alice", 0, connected=False, train__steps=4, **keys)
             rewards = iter([1.0, 0.0, 1.0])
-            monkeypatch.setattr(alice.node._held_out, "rewards", lambda count: [next(rewards)] * count)
+            monkeypatch.setattr(alice.node.role.held_out, "rewards", lambda count: [next(rewards)] * count)
             await swarm.run()
             await alice.task
             assert [step.kl_step for step in alice.of(StepDone)] == [None] * 4

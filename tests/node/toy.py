@@ -20,9 +20,9 @@ from node.config import NodeConfig, load_config
 from node.environment.tasks import Completion, Prompt, Score
 from node.events import Event, EventBus
 from node.membership import Membership
+from node.node import Node, open_node
 from node.open.parts import Learner, Parts
 from node.open.stores import Stores, memory_stores
-from node.roles import open_node
 from node.rollout.engine.transformers import TransformersEngine
 from node.rollout.policy import Policy
 from node.runtime import Runtime
@@ -125,8 +125,7 @@ def make_charter(policies: Sequence[Policy], created_at: int, **rules: Any) -> C
 class Toy:
     """A node of the toy swarm and what it said."""
 
-    node: Any
-    """Node or Follower."""
+    node: Node
     parts: Parts
     membership: Membership
     stores: Stores
@@ -237,7 +236,7 @@ class ToySwarm:
             self.clock, compute or InlineCompute(self.costs_s), EventBus(), random.Random(config.seed)
         )
         stores = stores or memory_stores(self.clock.now_ms())
-        node = open_node(parts, runtime, membership, stores, transport, rss_bytes=lambda: 0)
+        node = await open_node(parts, runtime, membership, stores, transport, rss_bytes=lambda: 0)
         toy = Toy(node, parts, membership, stores, transport)
         runtime.bus.subscribe(toy.events.append)
         self.toys.append(toy)

@@ -106,7 +106,7 @@ class Follower:
     @property
     def not_sharing(self) -> str:
         """Why this node must not share what it generates, "" while it may."""
-        return self._probe.failure
+        return self._probe.not_sharing
 
     def seen(self) -> WeightsSeen:
         """The snapshot for the screen."""

@@ -5,8 +5,8 @@ tensors by name, on the CPU in float32, with the weights that were verified agai
 an engine that asks for it is probed (`Engine.probe_each`: packed weights in another process), at the first
 version and at every PROBE_EVERY-th after it: the reference takes 4 bytes a parameter from then on, and a pass
 on the CPU takes seconds for a large policy. A probe that failed loads everything anew; when that does not
-help, the engine computes with weights that nobody meant, and `failure` says so: what it generates must not be
-shared. Not for a node that trains (`engine_sync.py`).
+help, the engine computes with weights that nobody meant, and `not_sharing` says so: what it generates must
+not be shared. Not for a node that trains (`engine_sync.py`).
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ class FollowerProbe:
         self._versions = 0
         """How many an engine that asks to be probed was given."""
         self._made: tuple[TransformersEngine, ParityProbe] | None = None
-        self.failure = ""
+        self.not_sharing = ""
         """Why nothing must be shared, once the engine has failed its probe for good."""
 
     def update(self, weights: Mapping[str, Tensor], policy_version: int) -> bool:
         """These weights into the engine; whether all had to be loaded anew. Blocking. Raises EngineError,
-        ParityError (once, then `failure` is set) for an engine that can go on, but wrongly."""
-        due = self.engine.probe_each and not self.failure and self._versions % PROBE_EVERY == 0
+        ParityError (once, then `not_sharing` is set) for an engine that can go on, but wrongly."""
+        due = self.engine.probe_each and not self.not_sharing and self._versions % PROBE_EVERY == 0
         self._versions += self.engine.probe_each
         if not due:
             self.engine.update(weights, policy_version)
@@ -63,7 +63,7 @@ class FollowerProbe:
             expected = reference.logprobs(probe.sequences)
             return probe.update(self.engine, weights, policy_version, expected)[1]
         except ParityError as error:
-            self.failure = str(error)
+            self.not_sharing = str(error)
             raise
 
     def _make(self) -> tuple[TransformersEngine, ParityProbe]:

@@ -59,7 +59,7 @@ def test_an_engine_in_this_process_is_not_probed(policy: Policy) -> None:
     probe = probe_of(engine, policy)
     for version in range(3):
         assert not probe.update(moved(policy, version), version)
-    assert (engine.probes, engine.policy_version, probe.failure) == (0, 2, "")
+    assert (engine.probes, engine.policy_version, probe.not_sharing) == (0, 2, "")
 
 
 def test_one_in_another_process_is_probed_at_the_first_version_and_every_eighth_after(policy: Policy) -> None:
@@ -73,7 +73,7 @@ def test_one_in_another_process_is_probed_at_the_first_version_and_every_eighth_
         if engine.probes > before:
             probed.append(version)
     assert probed == [0, 8, 16]
-    assert (engine.policy_version, engine.reloads, probe.failure) == (17, 0, "")
+    assert (engine.policy_version, engine.reloads, probe.not_sharing) == (17, 0, "")
 
 
 def test_weights_that_did_not_arrive_are_found_and_loaded_anew(policy: Policy) -> None:
@@ -91,7 +91,7 @@ def test_an_engine_that_stays_wrong_fails_once_and_takes_versions_all_the_same(p
     probe = probe_of(engine, policy)
     with pytest.raises(ParityError, match=r"by 0\.01 nats"):
         probe.update(moved(policy, 0), 0)
-    assert "by 0.01 nats" in probe.failure
+    assert "by 0.01 nats" in probe.not_sharing
     probes = engine.probes
     for version in range(1, 20):
         assert not probe.update(moved(policy, version), version)

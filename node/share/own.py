@@ -1,0 +1,53 @@
+"""Own groups go to peers for as long as this node may share.
+
+    rollout stage --publish(group, body)--> may we? --> evidence of the own verifier --> `share/publish.py`
+
+Not for how a group is announced and served (`publish.py`), nor for why a node shares nothing any more
+(`node/weights/engine_sync.py`, `node/weights/follow/probe.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from node.share.accepted import Accepted
+from node.share.publish import Publisher
+
+__all__ = ["OwnSharing", "Publish", "Sharing", "keep_to_oneself"]
+
+Publish = Callable[[Accepted, bytes], Awaitable[None]]
+"""Gets an own group and its encoded bytes."""
+
+
+class Sharing(Protocol):
+    """Who knows whether this node may share."""
+
+    @property
+    def not_sharing(self) -> str:
+        """Why not, "" while it may."""
+        ...
+
+
+async def keep_to_oneself(own: Accepted, body: bytes) -> None:
+    """What a node without a network does with its groups."""
+
+
+class OwnSharing:
+    """Publishes own groups by `publisher`; `observe` is told of each first, so that copies of it are seen."""
+
+    def __init__(
+        self,
+        publisher: Publisher,
+        sharing: Sharing,
+        observe: Callable[[Accepted], None] = lambda own: None,
+    ) -> None:
+        self._publisher = publisher
+        self._sharing = sharing
+        self._observe = observe
+
+    async def publish(self, own: Accepted, body: bytes) -> None:
+        """Announce this group and serve its body, unless this node must not share."""
+        if not self._sharing.not_sharing:
+            self._observe(own)
+            await self._publisher.publish(own, body)
