@@ -30,12 +30,13 @@ class SocketChannel(ByteChannel):
         except (EOFError, OSError) as error:
             raise TransportError(f"the stream ended early: {error}") from None
 
-    def write_now(self, data: bytes) -> bool:
+    @property
+    def ready(self) -> bool:
         transport = self._writer.transport
-        if transport.is_closing() or transport.get_write_buffer_size():
-            return False
+        return not transport.is_closing() and not transport.get_write_buffer_size()
+
+    def write_now(self, data: bytes) -> None:
         self._writer.write(data)
-        return True
 
     async def write(self, data: bytes) -> None:
         try:

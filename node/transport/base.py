@@ -84,6 +84,11 @@ class Stream(ABC):
 
     peer_id: PeerId
 
+    @property
+    def ready(self) -> bool:
+        """Whether the next `send` is known not to wait."""
+        return False
+
     @abstractmethod
     async def send(self, *frames: bytes) -> None:
         """Send these frames, in one write. Raises `LocalProtocolError` for one above MAX_FRAME_BYTES,

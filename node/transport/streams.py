@@ -36,10 +36,14 @@ class ByteChannel(ABC):
     async def read_exactly(self, count: int) -> bytes:
         """Exactly `count` bytes; memory grows only with what arrives. An early end is a `TransportError`."""
 
-    def write_now(self, data: bytes) -> bool:
-        """Send all of it if nothing that was sent before is still waiting here; whether it did. Never
-        waits."""
+    @property
+    def ready(self) -> bool:
+        """Whether `write_now` may be called: nothing that was written before is still waiting here."""
         return False
+
+    def write_now(self, data: bytes) -> None:
+        """Send without waiting."""
+        raise TransportError("this channel is never ready")
 
     @abstractmethod
     async def write(self, data: bytes) -> None:
@@ -69,10 +73,15 @@ class FramedStream(Stream):
         self._timer: asyncio.TimerHandle | None = None
         self._late = False
 
+    @property
+    def ready(self) -> bool:
+        return not self._closed and self.channel.ready
+
     async def send(self, *frames: bytes) -> None:
         data = encode_frames(frames)
         self._raise_if_closed()
-        if self.channel.write_now(data):
+        if self.channel.ready:
+            self.channel.write_now(data)
             return
         try:
             async with asyncio.timeout(self._timeout_s):

@@ -71,7 +71,7 @@ class DownloadSession(Session):
     """One uploader of one blob."""
 
     def __init__(self, runtime: Runtime, stream: Stream, download: Download) -> None:
-        super().__init__(runtime, stream)
+        super().__init__(runtime, stream, max_frame_bytes(download.blob))
         self.asked: dict[int, float] = {}
         """Chunks asked for and not received, with the time of asking; oldest first."""
         self.latency_s = 0.0
@@ -135,8 +135,7 @@ class DownloadSession(Session):
         self._waited_s = waited_s
         self.poke()
 
-    async def _read(self) -> None:
-        data = await self._stream.receive(max_frame_bytes(self._download.blob))
+    def _act_on(self, data: bytes) -> None:
         frame = decode_from_uploader(data, self._download.blob)
         match frame:
             case Piece(index, piece):

@@ -1,6 +1,6 @@
 """One stream of an exchange, from either end: a reader, a writer that sends what is due, and signs of life.
 
-A subclass says what a frame means (`_read`) and what is due (`_write`); `poke` wakes the writer now, `later`
+A subclass says what a frame means (`_act_on`) and what is due (`_take_due`); `poke` has it sent now, `later`
 soon. Whichever side fails ends both. Not for deciding what to send: `download.py`, `upload.py`.
 """
 
@@ -34,11 +34,17 @@ def news_wait_s(sessions: int) -> float:
 class Session(ABC):
     """See the module's first lines."""
 
-    def __init__(self, runtime: Runtime, stream: Stream) -> None:
+    def __init__(self, runtime: Runtime, stream: Stream, max_bytes: int) -> None:
         self.peer_id = stream.peer_id
         self._stream = stream
+        self._max_bytes = max_bytes
         self._runtime = runtime
-        self._due = asyncio.Event()
+        self._due = False
+        self._reading = False
+        """A frame is being acted on: what becomes due by it is sent after it."""
+        self._writing = False
+        self._wake = asyncio.Event()
+        """Of the writer."""
         self._timer: asyncio.TimerHandle | None = None
         self._life: asyncio.TimerHandle | None = None
         self._quiet = True
@@ -52,7 +58,12 @@ class Session(ABC):
         self._life = asyncio.get_running_loop().call_later(LIFE_S, self._show_life)
         try:
             while True:
-                await self._read()
+                data = await self._stream.receive(self._max_bytes)
+                self._reading = True
+                self._act_on(data)
+                self._reading = False
+                if self._due:
+                    await self._answer()
         except SwarmError:
             # A failed writer closes the stream, which the reader sees only as a closed one.
             if writer.done() and not writer.cancelled() and writer.exception() is not None:
@@ -68,11 +79,13 @@ class Session(ABC):
 
     def poke(self) -> None:
         """Something is due now."""
-        self._due.set()
+        self._due = True
+        if not self._reading:
+            self._wake.set()
 
     def later(self, delay_s: float) -> None:
         """Something is due in `delay_s` seconds at the latest."""
-        if self._due.is_set():
+        if self._due:
             return
         loop = asyncio.get_running_loop()
         if self._timer is not None:
@@ -91,16 +104,26 @@ class Session(ABC):
     async def _keep_writing(self) -> None:
         try:
             while True:
-                await self._due.wait()
-                self._due.clear()
-                if self._timer is not None:
-                    self._timer.cancel()
-                    self._timer = None
-                await self._write()
+                await self._wake.wait()
+                self._wake.clear()
+                if self._due:
+                    await self._write()
         finally:
             await self._stream.close()
 
+    async def _answer(self) -> None:
+        """Send what became due by a frame, if it can go at once: to wake the writer for it costs as much as
+        to read the frame did. The reader never waits for the other side to read."""
+        if self._writing or not self._stream.ready:
+            self._wake.set()
+        else:
+            await self._write()
+
     async def _write(self) -> None:
+        self._writing, self._due = True, False
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         frames = self._take_due()
         if not frames and self._must_show_life:
             frames = [self._sign_of_life()]
@@ -108,11 +131,13 @@ class Session(ABC):
         if frames:
             self._quiet = False
             await self._stream.send(*map(encode_frame, frames))
+        self._writing = False
+        if frames:
             self._went_out()
 
     @abstractmethod
-    async def _read(self) -> None:
-        """Receive one frame and act on it."""
+    def _act_on(self, data: bytes) -> None:
+        """Do what a frame asks for."""
 
     @abstractmethod
     def _take_due(self) -> list[Frame]:

@@ -69,7 +69,7 @@ class UploadSession(Session):
     """One downloader of one blob."""
 
     def __init__(self, runtime: Runtime, stream: Stream, stored: StoredBlob, uploads: Uploads) -> None:
-        super().__init__(runtime, stream)
+        super().__init__(runtime, stream, max_frame_bytes(stored.blob))
         self.stored = stored
         self.queue: deque[int] = deque()
         """Chunks asked for, not being sent yet."""
@@ -135,14 +135,12 @@ class UploadSession(Session):
             _LINGER_S, 4 * self._round_trip_s
         )
 
-    async def _read(self) -> None:
-        blob = self.stored.blob
-        data = await self._stream.receive(max_frame_bytes(blob))
+    def _act_on(self, data: bytes) -> None:
         if self._earned:
             self._earned -= 1
         elif not self._frames.take(self._runtime.monotonic_s()):
             raise LimitError(f"more than {_FRAMES_PER_S:g} frames per second", reason="flood")
-        frame = decode_from_downloader(data, blob)
+        frame = decode_from_downloader(data, self.stored.blob)
         match frame:
             case Pull(received, indices):
                 self._acknowledge(received)
