@@ -151,10 +151,6 @@ class RolloutConfig(Section):
     engine: Literal["transformers", "vllm"] = "transformers"
     """What generates. transformers: embedded, runs everywhere. vllm: in a process of its own; made for long
     rollouts and many at a time."""
-    temperature: float = Field(1.0, ge=0.01, le=10)
-    """Sampling temperature; peers refuse what was sampled below 0.01."""
-    top_p: float = Field(1.0, gt=0, le=1)
-    """Nucleus; 1 keeps log-probabilities exact."""
     max_staleness: int = Field(1, ge=0)
     """From its completion on, a group is at most so many versions old when it is trained on (AReaL's
     admission rule). A long rollout may have begun earlier."""

@@ -31,7 +31,7 @@ from node.compute import ThreadCompute
 from node.config import NodeConfig
 from node.events import Event, EventBus, Notice, NoticeLevel
 from node.membership import Membership
-from node.open.charter import read_or_found_charter, require_member
+from node.open.charter import open_membership, read_or_found_charter
 from node.open.parts import Parts, open_parts
 from node.open.policy import open_sandbox, require_strength
 from node.open.stores import open_stores
@@ -64,8 +64,9 @@ def run_node(config: NodeConfig, show: Callable[[Event], None]) -> bool:
     `show` gets every event. Raises SwarmError."""
     with _started(config) as identity:
         charter = read_or_found_charter(config, identity, SystemClock().now_ms())
+        membership = open_membership(Home(config.home), identity, charter, SystemClock())
         with asyncio.Runner() as loop, _Network(config, loop) as network:
-            return _run(config, Membership(identity, charter, SystemClock()), loop, network, show)
+            return _run(config, membership, loop, network, show)
 
 
 def join_node(
@@ -79,9 +80,9 @@ def join_node(
         charter = loop.run(network.ask_charter(address))
         write_atomically(kept, charter_bytes(charter))
         joining(charter)
-        require_member(charter, identity)
+        membership = open_membership(Home(config.home), identity, charter, SystemClock())
         config = config.model_copy(update={"charter": str(kept)})
-        return _run(config, Membership(identity, charter, SystemClock()), loop, network, show)
+        return _run(config, membership, loop, network, show)
 
 
 @contextlib.contextmanager

@@ -47,7 +47,7 @@ class Network:
             replay=replay,
             limits=GossipLimits(reconcile_interval_s=config.network.reconcile_s),
         )
-        self.publisher = Publisher(transport, self.gossip, membership.charter)
+        self.publisher = Publisher(membership, transport, self.gossip)
         self.presence = Presence(
             runtime,
             membership,

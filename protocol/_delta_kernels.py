@@ -178,23 +178,22 @@ def read_extra(symbols: I32, lowest: U32, extra: U8, data: U8, at: int, values: 
 @kernel
 def apply_changes(
     weights: U16,
-    left: I64,
-    nexts: I64,
-    ends: I64,
-    gaps: U32,
-    steps: U32,
+    changes: tuple[U32, U32],
+    buckets: tuple[I64, I64, I64],
+    notes: tuple[U32, U16],
     finite: bool,
-    positions: U32,
-    olds: U16,
 ) -> tuple[int, int]:
     """Changes `weights` in place; notes position and old value of each change where there is room for notes.
     Returns how many were made, and why it ended: DONE, or BEYOND or NOT_FINITE before the change that was not
     made.
 
-    `gaps` and `steps` hold the changes of all buckets, those of bucket e in nexts[e] to ends[e]; left[e] are
-    the values of bucket e that stay before its next change, `NEVER` when there is none. All three count on
-    from tensor to tensor. 0.64 ns a value.
+    `changes` are gaps and steps of all buckets. `buckets` says of each where it stands: left[e] values of
+    bucket e stay before its next change, `NEVER` when there is none, and its changes are nexts[e] to ends[e].
+    These count on from tensor to tensor. 0.64 ns a value.
     """
+    gaps, steps = changes
+    left, nexts, ends = buckets
+    positions, olds = notes
     count = 0
     noted = positions.size > 0
     for i in range(weights.size):

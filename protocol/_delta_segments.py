@@ -200,7 +200,7 @@ def apply_segment(tensors: list[U16], reader: Reader, tables: Tables, how: Appli
             how.undo.append((tensor, slice(None), tensor.copy()))
         positions, olds = np.empty(room, dtype=np.uint32), np.empty(room, dtype=np.uint16)
         done, end = kernels.apply_changes(
-            tensor, left, nexts, ends, before, folded, how.finite, positions, olds
+            tensor, (before, folded), (left, nexts, ends), (positions, olds), how.finite
         )
         if how.undo is not None and room:
             how.undo.append((tensor, positions[:done].copy(), olds[:done].copy()))

@@ -13,7 +13,7 @@ import difflib
 import json
 import tomllib
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -28,7 +28,18 @@ from protocol.constants import (
 )
 from protocol.errors import CharterError, LocalProtocolError, RemoteProtocolError
 from protocol.identity import Identity, public_key, verify
-from protocol.messages import Charter, Digest, EnvironmentSpec, Name, PeerId, TokenizerSpec, VerificationRules
+from protocol.messages import (
+    Charter,
+    Digest,
+    EnvironmentSpec,
+    ModelSpec,
+    Name,
+    RecipeSpec,
+    Record,
+    Sampling,
+    TokenizerSpec,
+    VerificationRules,
+)
 
 __all__ = [
     "MAX_CHARTER_BYTES",
@@ -36,8 +47,8 @@ __all__ = [
     "charter_bytes",
     "decode_charter",
     "found",
-    "is_member",
     "parse_toml",
+    "sampling",
     "swarm_id",
     "verify_charter",
 ]
@@ -46,6 +57,12 @@ MAX_CHARTER_BYTES = MAX_FRAME_BYTES
 """A charter travels in one frame."""
 
 _MADE_BY_FOUNDING = frozenset({"protocol_version", "founder", "created_at", "signature"})
+_TABLES: dict[str, type[Record]] = {
+    "environments": EnvironmentSpec,
+    "tokenizers": TokenizerSpec,
+    "models": ModelSpec,
+    "recipes": RecipeSpec,
+}
 _MAX_CONFIG_DEPTH = 16
 _ARRAY_BYTES_PER_TOKEN = 12
 """Token id, log-probability and version, four bytes each."""
@@ -54,9 +71,9 @@ _TEXT_BYTES_PER_TOKEN = 16
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Charter fields from TOML: `[[environments]]` (name, weight, config table), `[[tokenizers]]`, `[rules]`
-    and top-level numbers. Config tables become canonical JSON. Raises `CharterError` with the place or the
-    key."""
+    """Charter fields from TOML: the tables `[[environments]]` (name, weight, pin, config table),
+    `[[tokenizers]]`, `[[models]]`, `[[recipes]]` and `[rules]`, and top-level values. Config tables become
+    canonical JSON. Raises `CharterError` with the place or the key."""
     try:
         values = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
@@ -64,9 +81,16 @@ def parse_toml(text: str) -> dict[str, Any]:
     return _checked_keys(values)
 
 
-def found(identity: Identity, rules: str | Mapping[str, Any], created_at: int) -> Charter:
-    """A new signed charter. `rules` is TOML text or the mapping it stands for; `created_at` in ms."""
+def found(
+    identity: Identity, rules: str | Mapping[str, Any], created_at: int, pins: Mapping[str, str] | None = None
+) -> Charter:
+    """A new signed charter. `rules` is TOML text or the mapping it stands for; `created_at` in ms. `pins` by
+    environment's name stand where the rules name none."""
     values = parse_toml(rules) if isinstance(rules, str) else _checked_keys(rules)
+    if pins and "environments" in values:
+        values["environments"] = [
+            {"pin": pins.get(str(row.get("name")), ""), **row} for row in values["environments"]
+        ]
     values |= {
         "protocol_version": PROTOCOL_VERSION,
         "founder": identity.peer_id,
@@ -78,11 +102,11 @@ def found(identity: Identity, rules: str | Mapping[str, Any], created_at: int) -
     except msgspec.ValidationError as error:
         raise CharterError(f"the charter is not valid: {error}") from None
     _check_consistency(unsigned)
-    for member in unsigned.members:  # a typing mistake; to a reader, who cannot exist is merely never seen
+    for issuer in unsigned.issuers:  # a typing mistake; to a reader, who cannot exist merely signs nothing
         try:
-            public_key(member)
+            public_key(issuer)
         except RemoteProtocolError as error:
-            raise CharterError(f"the charter names a member that cannot exist: {error}") from None
+            raise CharterError(f"the charter names an issuer that cannot exist: {error}") from None
     charter = msgspec.structs.replace(unsigned, signature=identity.sign(_signed_bytes(unsigned)))
     if len(data := charter_bytes(charter)) > MAX_CHARTER_BYTES:
         raise CharterError(
@@ -128,9 +152,9 @@ def verify_charter(charter: Charter) -> None:
     _check_consistency(charter)
 
 
-def is_member(charter: Charter, peer_id: PeerId) -> bool:
-    """Whether a peer may take part: everybody in an open swarm, else the listed members and the founder."""
-    return not charter.members or peer_id == charter.founder or peer_id in charter.members
+def sampling(charter: Charter) -> Sampling:
+    """How every member samples."""
+    return Sampling(charter.max_new_tokens, charter.temperature, charter.top_p)
 
 
 def canonical_json(value: object) -> str:
@@ -181,7 +205,7 @@ def _checked_keys(values: Mapping[str, Any]) -> dict[str, Any]:
     allowed = set(Charter.__struct_fields__) - _MADE_BY_FOUNDING
     _refuse_unknown(values, allowed, "the charter")
     checked = dict(values)
-    for table, record in (("environments", EnvironmentSpec), ("tokenizers", TokenizerSpec)):
+    for table, record in _TABLES.items():
         rows = checked.get(table, ())
         if not isinstance(rows, list | tuple) or not all(isinstance(row, Mapping) for row in rows):
             raise CharterError(f"{table!r} in the charter must be written as [[{table}]] tables")
@@ -253,12 +277,15 @@ def _check_consistency(charter: Charter) -> None:
     _refuse_repeated([spec.name for spec in charter.environments], "environment name")
     _refuse_repeated([spec.name for spec in charter.tokenizers], "tokenizer name")
     _refuse_repeated([spec.digest for spec in charter.tokenizers], "tokenizer digest")
-    _refuse_repeated(charter.members, "member")
+    _refuse_repeated([spec.name for spec in charter.models], "model name")
+    _refuse_repeated(charter.issuers, "issuer")
+    _refuse_unsorted([recipe.max_params for recipe in charter.recipes], "max_params of the recipes")
     for tokenizer in charter.tokenizers:
-        if tokenizer.eos_token_id >= tokenizer.vocab_size:
+        _refuse_unsorted(tokenizer.end_token_ids, f"end_token_ids of tokenizer {tokenizer.name!r}")
+        if tokenizer.end_token_ids[-1] >= tokenizer.vocab_size:
             raise CharterError(
-                f"eos_token_id {tokenizer.eos_token_id} of tokenizer {tokenizer.name!r} is not below its "
-                f"vocab_size {tokenizer.vocab_size}"
+                f"end_token_ids {tokenizer.end_token_ids[-1]} of tokenizer {tokenizer.name!r} is not below "
+                f"its vocab_size {tokenizer.vocab_size}"
             )
     for environment in charter.environments:
         if not _is_canonical_object(environment.config):
@@ -272,6 +299,11 @@ def _refuse_repeated(values: Collection[str], what: str) -> None:
     for value, count in Counter(values).items():
         if count > 1:
             raise CharterError(f"the {what} {value!r} stands in the charter twice")
+
+
+def _refuse_unsorted(values: Sequence[int], what: str) -> None:
+    if list(values) != sorted(set(values)):
+        raise CharterError(f"the {what} must ascend, and {list(values)} do not")
 
 
 def _is_canonical_object(text: str) -> bool:

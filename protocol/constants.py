@@ -17,7 +17,7 @@ MAX_DEPTH = 16
 
 MAX_ITEMS = 32_768
 """Values, keys included, in one message: bounds the cost of reading it. Changing breaks: messages with more
-values (a charter of 10,000 members is the largest) are refused by older nodes."""
+values (an annex with 4,096 revoked tokens has 4,500) are refused by older nodes."""
 
 MAX_ENVELOPE_BYTES = 64 * 1024
 """Cap of one gossip message. Changing breaks: larger announcements are dropped by others."""
@@ -73,6 +73,15 @@ MAX_COMMITMENT_BYTES = 8 * 1024
 MAX_RECEIPT_BYTES = 1024**3
 """Bodies that a member keeps to answer for its receipts. Changing breaks: charters that ask for more are
 refused."""
+
+MAX_ENVIRONMENTS = 64
+"""Tasks of one swarm. Changing breaks: charters and handshakes with more are refused."""
+
+MAX_ADDRESSES = 64
+"""Bootstraps, and relays, of one annex. Changing breaks: annexes with more are refused."""
+
+MAX_REVOKED_TOKENS = 4096
+"""Tokens that one annex takes back. Changing breaks: annexes with more are refused."""
 
 MAX_TEXT_CHARS = 256 * 1024
 """Characters of one prompt or completion. Changing breaks: longer texts are refused."""

@@ -53,7 +53,6 @@ def seal(
     payload: bytes,
     now_ms: int,
     ttl_ms: int,
-    max_bytes: int = MAX_ENVELOPE_BYTES,
 ) -> bytes:
     """The bytes of a signed envelope that lives from `now_ms` for `ttl_ms`. Raises `LocalProtocolError` when
     a receiver would refuse it."""
@@ -65,8 +64,8 @@ def seal(
     data = encode(
         Envelope(_VERSIONED_DOMAIN, swarm_id, topic, identity.peer_id, sequence, *times, payload, signature)
     )
-    if len(data) > max_bytes:
-        raise LocalProtocolError(f"an envelope of {len(data)} bytes is above the cap of {max_bytes}")
+    if len(data) > MAX_ENVELOPE_BYTES:
+        raise LocalProtocolError(f"an envelope of {len(data)} bytes is above the cap of {MAX_ENVELOPE_BYTES}")
     return data
 
 

@@ -18,14 +18,17 @@ import msgspec
 from msgspec import Meta
 
 from protocol.constants import (
+    MAX_ADDRESSES,
     MAX_BLOB_BYTES,
     MAX_CHAIN_LINKS,
     MAX_CHUNK_BYTES,
     MAX_CHUNKS,
     MAX_COMMITMENT_BYTES,
     MAX_CONTRIBUTIONS,
+    MAX_ENVIRONMENTS,
     MAX_GROUP_ROLLOUTS,
     MAX_REMOVED_TAGS,
+    MAX_REVOKED_TOKENS,
     MAX_REWARD_COMPONENTS,
     MAX_ROLLOUT_TOKENS,
     MAX_SEGMENTS,
@@ -36,6 +39,8 @@ from protocol.constants import (
 from protocol.errors import DecodeError
 
 __all__ = [
+    "Annex",
+    "AnnexReply",
     "Announcement",
     "BlobRef",
     "BlobReply",
@@ -47,23 +52,30 @@ __all__ = [
     "ChunksReply",
     "ChunksRequest",
     "Digest",
+    "EnvironmentPin",
+    "EnvironmentPins",
     "EnvironmentSegment",
     "EnvironmentSpec",
     "FinishReason",
     "Hello",
     "HelloReply",
+    "KeyEpoch",
     "Lineage",
     "LinkKind",
+    "MemberToken",
     "MergeRemoval",
     "MergeReply",
     "MergeRequest",
     "Millis",
+    "ModelSpec",
     "Name",
     "Origin",
     "PeerId",
     "PeerRecord",
+    "Pin",
     "PolicySegment",
     "PromptRef",
+    "RecipeSpec",
     "ReconcileReply",
     "ReconcileRequest",
     "Record",
@@ -90,6 +102,13 @@ Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
 Uint = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Millis = Annotated[int, Meta(ge=0, le=2**53)]
 TokenBytes = Annotated[bytes, Meta(max_length=4 * MAX_ROLLOUT_TOKENS)]
+TokenId = Annotated[int, Meta(ge=0, le=2**24)]
+Address = Annotated[str, Meta(max_length=256)]
+"""A libp2p multiaddress."""
+Pin = Annotated[
+    str, Meta(max_length=160, pattern=r"^([A-Za-z0-9][\w.\-]*==[\w.+!\-]+|sha256:[0-9a-f]{64})?\Z")
+]
+"""Which code and data a task is: `distribution==version`, or `sha256:` and the hash of its files."""
 Commitment = Annotated[bytes, Meta(max_length=MAX_COMMITMENT_BYTES)]
 """Room for evidence about how a group was computed. Empty today."""
 
@@ -107,6 +126,19 @@ class EnvironmentSpec(Record, frozen=True):
     name: Name
     config: Annotated[str, Meta(max_length=8192)] = "{}"
     weight: Annotated[int, Meta(ge=1, le=1000)] = 1
+    pin: Pin = ""
+    """What the founder had installed; empty where nobody compares."""
+
+
+class EnvironmentPin(Record, frozen=True):
+    """The code of a task that a member really has."""
+
+    name: Name
+    pin: Pin
+
+
+EnvironmentPins = Annotated[tuple[EnvironmentPin, ...], Meta(max_length=MAX_ENVIRONMENTS)]
+"""Of the swarm's tasks, in the charter's order."""
 
 
 class TokenizerSpec(Record, frozen=True):
@@ -115,7 +147,29 @@ class TokenizerSpec(Record, frozen=True):
     name: Name
     digest: Digest
     vocab_size: Annotated[int, Meta(ge=1, le=2**24)]
-    eos_token_id: Annotated[int, Meta(ge=0, le=2**24)]
+    """Rows of the output layer: token ids lie below it."""
+    end_token_ids: Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=16)]
+    """Any of them ends a completion. Ascending."""
+
+
+class ModelSpec(Record, frozen=True):
+    """A base model that whoever joins may begin with. Others that speak a listed tokenizer are welcome,
+    too."""
+
+    name: Name
+    digest: Digest
+    """As in `Lineage.base_model`."""
+    source: Annotated[str, Meta(min_length=1, max_length=512)]
+    """Where it comes from, for people."""
+
+
+class RecipeSpec(Record, frozen=True):
+    """How models of up to `max_params` parameters have learned well here. Advice, which binds nobody."""
+
+    max_params: Annotated[int, Meta(ge=1, le=2**53)]
+    learning_rate: Annotated[float, Meta(gt=0, le=1)]
+    warmup_steps: Annotated[int, Meta(ge=0, le=2**31)]
+    objective: Name
 
 
 class VerificationRules(Record, frozen=True):
@@ -135,21 +189,81 @@ class Charter(Record, frozen=True):
     name: Name
     protocol_version: Annotated[int, Meta(ge=1, le=1000)]
     founder: PeerId
+    """Signs the charter."""
     created_at: Millis
-    environments: Annotated[tuple[EnvironmentSpec, ...], Meta(min_length=1, max_length=64)]
+    environments: Annotated[tuple[EnvironmentSpec, ...], Meta(min_length=1, max_length=MAX_ENVIRONMENTS)]
     tokenizers: Annotated[tuple[TokenizerSpec, ...], Meta(min_length=1, max_length=64)]
-    members: Annotated[tuple[PeerId, ...], Meta(max_length=10_000)] = ()
-    """Empty: open to everybody. Otherwise closed to all others."""
+    models: Annotated[tuple[ModelSpec, ...], Meta(max_length=64)] = ()
+    recipes: Annotated[tuple[RecipeSpec, ...], Meta(max_length=16)] = ()
+    """The first one whose `max_params` is not below a model's is meant for it. Ascending."""
+    closed: bool = False
+    """Only for peers with a token of the founder or an issuer (`protocol/annex.py`)."""
+    issuers: Annotated[tuple[PeerId, ...], Meta(max_length=16)] = ()
+    """Who, beside the founder, signs annexes and members' tokens."""
     group_size: Annotated[int, Meta(ge=2, le=MAX_GROUP_ROLLOUTS)] = 8
+    """Rollouts of one prompt."""
     max_new_tokens: Annotated[int, Meta(ge=1, le=MAX_ROLLOUT_TOKENS)] = 16
+    temperature: Annotated[float, Meta(ge=0.01, le=10)] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """Everybody samples at this temperature and cut."""
     window_ms: Annotated[int, Meta(ge=1000, le=86_400_000)] = 10_000
+    """Prompts are assigned by windows of this length, the first of which begins at `created_at`."""
     universe_size: Annotated[int, Meta(ge=1, le=2**31)] = 4096
+    """Prompts that exist."""
     pool_size: Annotated[int, Meta(ge=1, le=2**16)] = 128
+    """Prompts of one window, about twice the slots, so that peers often share one."""
     slots_per_window: Annotated[int, Meta(ge=1, le=2**16)] = 64
+    """Prompts of one peer in one window."""
     max_skip_share: Annotated[float, Meta(ge=0, le=1)] = 0.5
+    """Of the slots up to the highest answered, so many may be missing."""
     receipt_windows: Annotated[int, Meta(ge=1, le=1000)] = 8
     """An author can be asked for the body behind a receipt until this many windows after its own."""
     rules: VerificationRules = VerificationRules()
+    signature: Annotated[bytes, Meta(max_length=64)] = b""
+
+
+# --- annex and tokens: founder or issuer -> every node ------------------------------------------------------
+
+
+class KeyEpoch(Record, frozen=True):
+    """From `begins_at` on members encrypt with the key of this hash. Room for swarms that encrypt; none does
+    today."""
+
+    number: Uint
+    begins_at: Millis
+    key: Digest
+
+
+class Annex(Record, frozen=True):
+    """What changes in a swarm's life, beside the charter. Of two the one with the higher sequence counts."""
+
+    swarm_id: Digest
+    sequence: Annotated[int, Meta(ge=1, le=2**53)]
+    issuer: PeerId
+    created_at: Millis
+    bootstraps: Annotated[tuple[Address, ...], Meta(max_length=MAX_ADDRESSES)] = ()
+    relays: Annotated[tuple[Address, ...], Meta(max_length=MAX_ADDRESSES)] = ()
+    revoked: Annotated[tuple[Digest, ...], Meta(max_length=MAX_REVOKED_TOKENS)] = ()
+    """Names of tokens that are no longer valid (`protocol.annex.token_name`)."""
+    key_epochs: Annotated[tuple[KeyEpoch, ...], Meta(max_length=64)] = ()
+    signature: Annotated[bytes, Meta(max_length=64)] = b""
+
+
+class AnnexReply(Record, frozen=True):
+    """The second frame of `CHARTER_PROTOCOL`, after the charter: the newest annex known, None where there is
+    none."""
+
+    annex: Annex | None
+
+
+class MemberToken(Record, frozen=True):
+    """issuer -> member -> everybody: this peer is a member of the closed swarm until `expires_at`."""
+
+    swarm_id: Digest
+    peer_id: PeerId
+    issuer: PeerId
+    created_at: Millis
+    expires_at: Millis
     signature: Annotated[bytes, Meta(max_length=64)] = b""
 
 
@@ -301,7 +415,11 @@ class Announcement(Record, frozen=True):
     it."""
     rewards: Annotated[tuple[float, ...], Meta(min_length=1, max_length=MAX_GROUP_ROLLOUTS)]
     body: BlobRef
+    pin: Pin = ""
+    """Code of the environment that the author scored with. Whoever has another one does not judge."""
     commitment: Commitment = b""
+    token: MemberToken | None = None
+    """In a closed swarm the author's: most who hear of it have never met the author."""
 
     @property
     def mixed(self) -> bool:
@@ -440,7 +558,7 @@ class PeerRecord(Record, frozen=True):
 
     name: Name
     protocol_version: Annotated[int, Meta(ge=0, le=2**31)]
-    addresses: Annotated[tuple[Annotated[str, Meta(max_length=256)], ...], Meta(max_length=16)]
+    addresses: Annotated[tuple[Address, ...], Meta(max_length=16)]
     lineage: Lineage | None
 
 
@@ -486,10 +604,14 @@ class ReconcileReply(Record, frozen=True):
 
 
 class Hello(Record, frozen=True):
-    """connecting node -> connected node: which swarm I mean and who I am."""
+    """connecting node -> connected node: which swarm I mean, who I am and what I have."""
 
     swarm_id: Digest
     peer: PeerRecord
+    environments: EnvironmentPins = ()
+    token: MemberToken | None = None
+    annex: Uint = 0
+    """Sequence of the newest annex known, 0 without one. Whoever knows a lower one asks for it."""
 
 
 class HelloReply(Record, frozen=True):
@@ -500,3 +622,7 @@ class HelloReply(Record, frozen=True):
     clock_at: Millis
     """The answering node's time: both sides learn when a clock is off."""
     refusal: Annotated[str, Meta(max_length=256)] = ""
+    environments: EnvironmentPins = ()
+    token: MemberToken | None = None
+    annex: Uint = 0
+    """As in `Hello`; nothing of it with a refusal."""

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from protocol.codec import decode, encode
 from protocol.constants import MAX_DHT_RECORD_BYTES
 from protocol.envelope import open_envelope, seal
-from protocol.errors import FreshnessError, SignatureError
+from protocol.errors import FreshnessError, LocalProtocolError, SignatureError
 from protocol.identity import Identity
 from protocol.messages import Digest, PeerRecord
 from protocol.topics import parse_key, peer_key
@@ -31,7 +31,8 @@ def seal_record(
     now_ms: int,
     ttl_ms: int,
 ) -> tuple[str, bytes]:
-    """Key and value to store: the DHT must drop it at `now_ms + ttl_ms`."""
+    """Key and value to store: the DHT must drop it at `now_ms + ttl_ms`. Raises `LocalProtocolError` for a
+    record that others would refuse."""
     key = peer_key(swarm_id, identity.peer_id)
     value = seal(
         identity,
@@ -41,8 +42,9 @@ def seal_record(
         payload=encode(record),
         now_ms=now_ms,
         ttl_ms=ttl_ms,
-        max_bytes=MAX_DHT_RECORD_BYTES,
     )
+    if len(value) > MAX_DHT_RECORD_BYTES:
+        raise LocalProtocolError(f"a record of {len(value)} bytes is above the cap of {MAX_DHT_RECORD_BYTES}")
     return key, value
 
 

@@ -15,6 +15,7 @@ import copy
 import difflib
 import functools
 import hashlib
+import importlib.util
 import inspect
 import random
 import re
@@ -22,6 +23,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import metadata
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -41,6 +43,7 @@ __all__ = [
     "Score",
     "item_seed",
     "open_environment",
+    "pin",
     "reasoning_gym_tasks",
 ]
 
@@ -122,6 +125,40 @@ def open_environment(name: str, config: Mapping[str, object]) -> Environment:
     return environment if rule is AnswerRule.WHOLE else _Told(environment, rule)
 
 
+def pin(name: str) -> str:
+    """Which code and data the environment of this name is on this machine, as `protocol.messages.Pin` says
+    it: the distribution's version of a reasoning-gym task, else the SHA-256 over the files of the package
+    that registers it. Imports nothing foreign. Raises ConfigError for an unknown one."""
+    if name.startswith(_PREFIX):
+        try:
+            return f"reasoning-gym=={metadata.version('reasoning-gym')}"
+        except metadata.PackageNotFoundError as error:
+            raise ConfigError(f"reasoning-gym, of which {name} is a task, is not installed") from error
+    entries = {entry.name: entry for entry in metadata.entry_points(group=ENTRY_POINT_GROUP)}
+    if name not in entries:
+        raise _unknown(name, sorted(entries))
+    package = entries[name].module.partition(".")[0]
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
+        raise ConfigError(f"the package {package} of environment {name!r} has no files")
+    module = Path(spec.origin)
+    files = {module.name: module}
+    for folder in map(Path, spec.submodule_search_locations or ()):
+        files |= {file.relative_to(folder).as_posix(): file for file in folder.rglob("*")}
+    return f"sha256:{_files_digest(files)}"
+
+
+def _files_digest(files: Mapping[str, Path]) -> str:
+    """SHA-256 over names and contents in order of the names, each behind its 8-byte length. What Python
+    compiled is left out: it holds times."""
+    hashed = hashlib.sha256()
+    for name, file in sorted(files.items()):
+        if file.is_file() and "__pycache__" not in file.parts:
+            for part in (name.encode(), file.read_bytes()):
+                hashed.update(len(part).to_bytes(8, "big") + part)
+    return hashed.hexdigest()
+
+
 def _answer_rule(name: str, value: object) -> AnswerRule:
     try:
         return AnswerRule(str(value))
@@ -137,8 +174,12 @@ def _open(name: str, config: Mapping[str, object]) -> Environment:
     if name in own:
         environment: Environment = own[name].load()(config)
         return environment
+    raise _unknown(name, list(own))
+
+
+def _unknown(name: str, own: list[str]) -> ConfigError:
     known = [_PREFIX + task for task in reasoning_gym_tasks()]
-    raise ConfigError(f"unknown environment {name!r}; {_nearest(name, [*own, *known])}")
+    return ConfigError(f"unknown environment {name!r}; {_nearest(name, [*own, *known])}")
 
 
 class _Told:

@@ -1,8 +1,9 @@
 """The charter a node runs with: read from a file, or of a swarm that this node founds.
 
 A path in the configuration wins; then comes the charter kept at home, then the demo's rules. A file that ends
-in `.toml` holds rules to found a swarm with, any other one a signed charter. Not for fetching a charter from
-another node (`node/peers/presence.py`).
+in `.toml` holds rules to found a swarm with, any other one a signed charter. `open_membership` adds what this
+node is in that swarm: its token, the newest annex it knew, and what it has installed. Not for fetching a
+charter from another node (`node/peers/presence.py`).
 """
 
 from __future__ import annotations
@@ -10,22 +11,29 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeVar
 
+from node.clock import Clock
 from node.config import NodeConfig
+from node.environment.tasks import pin
+from node.membership import Membership
 from node.state.paths import Home, bundled
 from node.state.stores import write_atomically
-from protocol.charter import charter_bytes, decode_charter, found, is_member, swarm_id
-from protocol.errors import CharterError, ConfigError
+from protocol.annex import MAX_ANNEX_BYTES
+from protocol.charter import charter_bytes, decode_charter, found, swarm_id
+from protocol.codec import decode, encode
+from protocol.errors import CharterError, ConfigError, RemoteProtocolError
 from protocol.identity import Identity
-from protocol.messages import Charter
+from protocol.messages import Annex, Charter, MemberToken, Record
 
-__all__ = ["inspect_charter", "read_or_found_charter", "require_member"]
+__all__ = ["inspect_charter", "installed_pins", "open_membership", "read_or_found_charter"]
+
+R = TypeVar("R", bound=Record)
 
 
 def read_or_found_charter(config: NodeConfig, identity: Identity, now_ms: int) -> Charter:
     """The charter of this node's swarm. From rules, `identity` founds the swarm and the charter is written to
-    the home; a founder that starts again with the same rules stays in its swarm. Raises CharterError, also
-    when the swarm is closed to `identity`."""
+    the home; a founder that starts again with the same rules stays in its swarm. Raises CharterError."""
     home = Home(config.home)
     path = _charter_path(config, home)
     with _named(path):
@@ -33,16 +41,46 @@ def read_or_found_charter(config: NodeConfig, identity: Identity, now_ms: int) -
             charter = _founded(identity, path.read_text(encoding="utf-8"), home.charter, now_ms)
         else:
             charter = decode_charter(path.read_bytes())
-    require_member(charter, identity)
     return charter
 
 
-def require_member(charter: Charter, identity: Identity) -> None:
-    """Raise CharterError when the swarm is closed and `identity` is no member."""
-    if not is_member(charter, identity.peer_id):
+def open_membership(home: Home, identity: Identity, charter: Charter, clock: Clock) -> Membership:
+    """This node in the swarm of `charter`, with token and annex from the home, where a newer annex is kept.
+    Raises CharterError when the swarm is closed to `identity`, ConfigError for an environment that is not
+    here."""
+    token, annex = _read(home.token, MemberToken), _read(home.annex, Annex)
+    membership = Membership(
+        identity,
+        charter,
+        clock,
+        pins=installed_pins(charter),
+        token=token,
+        keep=lambda renewed: write_atomically(home.annex, encode(renewed)),
+    )
+    if annex is not None:
+        with contextlib.suppress(RemoteProtocolError):  # of another swarm, which this home was in before
+            membership.renew(annex)
+    if not membership.admit(identity.peer_id, token):
         raise CharterError(
-            f"swarm {charter.name} is closed and {identity.peer_id} is not a member; ask its founder"
+            f"swarm {charter.name} is closed and {identity.peer_id} has no valid token for it; ask its "
+            f"founder for one and put it to {home.token}"
         )
+    return membership
+
+
+def installed_pins(charter: Charter) -> dict[str, str]:
+    """What this machine has of the charter's environments, by name. Raises ConfigError."""
+    return {spec.name: pin(spec.name) for spec in charter.environments}
+
+
+def _read(path: Path, record_type: type[R]) -> R | None:
+    """A kept record, None where there is none. Raises CharterError for one that cannot be read."""
+    try:
+        return decode(path.read_bytes(), record_type, max_bytes=MAX_ANNEX_BYTES)
+    except FileNotFoundError:
+        return None
+    except (OSError, RemoteProtocolError) as error:
+        raise CharterError(f"{path} cannot be read: {error}; remove it or put it right") from None
 
 
 def inspect_charter(config: NodeConfig) -> tuple[Path, Charter]:
@@ -86,8 +124,10 @@ def _founded(identity: Identity, rules: str, kept: Path, now_ms: int) -> Charter
     if kept.is_file():
         with contextlib.suppress(CharterError):
             known = decode_charter(kept.read_bytes())
-            if swarm_id(found(identity, rules, known.created_at)) == swarm_id(known):
+            pins = {spec.name: spec.pin for spec in known.environments}  # as installed when it was founded
+            if swarm_id(found(identity, rules, known.created_at, pins)) == swarm_id(known):
                 return known
-    charter = found(identity, rules, now_ms)
+    pins = installed_pins(found(identity, rules, now_ms))
+    charter = found(identity, rules, now_ms, pins)
     write_atomically(kept, charter_bytes(charter))
     return charter

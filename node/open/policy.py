@@ -31,13 +31,26 @@ __all__ = [
 
 
 def open_policy(config: NodeConfig, charter: Charter) -> Policy:
-    """The configured policy. Raises ModelError when its tokenizer is not one of the charter's."""
+    """The configured policy. Raises ModelError when its tokenizer is not one of the charter's, or its rows or
+    end token are not those that the charter names for it."""
     policy = Policy.open(config.policy.folder(config.home))
     if policy.tokenizer_digest not in {spec.digest for spec in charter.tokenizers}:
         names = ", ".join(spec.name for spec in charter.tokenizers)
         raise ModelError(
             f"the tokenizer of {policy.path} ({policy.tokenizer_digest[:12]}) is not in the charter, "
             f"which knows {names}"
+        )
+    spec = next(spec for spec in charter.tokenizers if spec.digest == policy.tokenizer_digest)
+    if policy.vocab_size > spec.vocab_size:
+        raise ModelError(
+            f"{policy.path} has {policy.vocab_size} rows and the charter's {spec.name} {spec.vocab_size}: "
+            "peers would refuse what it samples beyond; take a model with as many"
+        )
+    if spec.end_token_ids != (policy.eos_token_id,):
+        raise ModelError(
+            f"{policy.path} ends with token {policy.eos_token_id}, the charter's {spec.name} with "
+            f"{' or '.join(map(str, spec.end_token_ids))}: peers would refuse its completions; set "
+            "eos_token in its tokenizer_config.json"
         )
     return policy
 

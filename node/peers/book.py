@@ -138,7 +138,7 @@ class PeerBook:
         """Whether this peer is a member of a closed swarm or above a newcomer's trust, since keys of an open
         swarm cost nothing; nobody in quarantine."""
         trust = self.trust(peer_id)
-        return trust > 0 and (bool(self._membership.charter.members) or trust > self.settings.newcomer)
+        return trust > 0 and (self._membership.charter.closed or trust > self.settings.newcomer)
 
     def newest_version(self, peer_id: PeerId, lineage: Lineage) -> int | None:
         """Newest version of `lineage` that this peer announced, None before the first."""

@@ -23,20 +23,31 @@ from node.events import NoticeLevel, inert
 from node.membership import Membership
 from node.peers.backoff import Backoff
 from node.peers.book import PeerBook
+from node.peers.greeting import differences, hello, knows_newer, refusal, welcome
 from node.runtime import Runtime
 from node.state.stores import SequenceSource
 from node.transport.base import Stream, Transport
 from node.transport.limits import FirstTimes
-from protocol.charter import MAX_CHARTER_BYTES, charter_bytes, decode_charter, is_member
+from protocol.annex import MAX_ANNEX_BYTES
+from protocol.charter import MAX_CHARTER_BYTES, charter_bytes, decode_charter
 from protocol.codec import decode, encode
+from protocol.constants import MAX_ADDRESSES as MAX_ANNEX_ADDRESSES
 from protocol.constants import PROTOCOL_VERSION
 from protocol.errors import CharterError, RemoteProtocolError, TransportError, VersionError
-from protocol.messages import Charter, Hello, HelloReply, Lineage, PeerId, PeerRecord
+from protocol.messages import Annex, AnnexReply, Charter, Hello, HelloReply, Lineage, PeerId, PeerRecord
 from protocol.preamble import MAX_PREAMBLE_BYTES, PREAMBLE, require_same_version
 from protocol.records import open_record, seal_record
 from protocol.topics import CHARTER_PROTOCOL, HELLO_PROTOCOL, peer_key
 
-__all__ = ["TOLERATED_SKEW_MS", "Presence", "ask_clock", "clock_skew_ms", "fetch_charter", "say_hello"]
+__all__ = [
+    "TOLERATED_SKEW_MS",
+    "Presence",
+    "ask_clock",
+    "clock_skew_ms",
+    "fetch_annex",
+    "fetch_charter",
+    "say_hello",
+]
 
 log = logging.getLogger(__name__)
 MAX_HELLO_BYTES = 8 * 1024
@@ -75,6 +86,17 @@ async def fetch_charter(transport: Transport, peer_id: PeerId) -> Charter:
         return decode_charter(await stream.receive(max_bytes=MAX_CHARTER_BYTES))
     except RemoteProtocolError as error:
         raise CharterError(f"the charter served by {peer_id} is refused: {error}") from error
+    finally:
+        await stream.close()
+
+
+async def fetch_annex(transport: Transport, peer_id: PeerId) -> Annex | None:
+    """The newest annex that `peer_id` knows, unchecked. Raises TransportError or RemoteProtocolError."""
+    stream = await transport.open_stream(peer_id, CHARTER_PROTOCOL)
+    try:
+        await stream.receive(max_bytes=MAX_CHARTER_BYTES)
+        data = await stream.receive(max_bytes=MAX_ANNEX_BYTES)
+        return decode(data, AnnexReply, max_bytes=MAX_ANNEX_BYTES).annex
     finally:
         await stream.close()
 
@@ -142,7 +164,10 @@ class Presence:
         self.stored: PeerRecord | None = None
         """This node's record as it was last put into the DHT."""
         self._dials = Backoff[str](
-            FIRST_BACKOFF_S, MAX_BACKOFF_S, max_keys=max(1, len(self._bootstraps)), growth=BACKOFF_GROWTH
+            FIRST_BACKOFF_S,
+            MAX_BACKOFF_S,
+            max_keys=len(self._bootstraps) + MAX_ANNEX_ADDRESSES,
+            growth=BACKOFF_GROWTH,
         )
         self._skews_ms: FIFOCache[PeerId, int] = FIFOCache(KNOWN_PEERS)
         self._skew_told = False
@@ -150,8 +175,8 @@ class Presence:
         self._sought: FIFOCache[PeerId, None] = FIFOCache(SOUGHT_PEERS)
         """Peers that were heard and are not connected, the one looked up last at the end."""
         self._searches = Backoff[PeerId](SEEK_BACKOFF_S, MAX_SEEK_BACKOFF_S, max_keys=SOUGHT_PEERS)
-        self._said: Lineage | None = None
-        """The lineage in the last round of handshakes."""
+        self._said: tuple[Lineage | None, Annex | None] = (None, None)
+        """Lineage and annex in the last round of handshakes."""
         transport.serve(HELLO_PROTOCOL, self._answer_hello)
         transport.serve(CHARTER_PROTOCOL, self._answer_charter)
 
@@ -189,8 +214,9 @@ class Presence:
             except TransportError:
                 self.connected = frozenset()
             # Whoever has the lineage is asked for its weights: a follower with another owner says so at once.
-            known = self.known.keys() if self.lineage == self._said else frozenset[PeerId]()
-            self._said = self.lineage
+            news = (self.lineage, self._membership.annex)
+            known = self.known.keys() if news == self._said else frozenset[PeerId]()
+            self._said = news
             await asyncio.gather(*map(self._greet, sorted(self.connected - known)))
             failure, pause_s = await self._dial_bootstraps(now_s)
             if failure and not self.connected and not told and pause_s > ALONE_TOLD_S:
@@ -247,7 +273,9 @@ class Presence:
         """Try the bootstraps that are not connected and due, all at once; the last failure as text, "" when
         all answered, and the longest pause until the next try in seconds."""
         due = []
-        for address in self._bootstraps:
+        annex = self._membership.annex
+        addresses = {*self._bootstraps, *(annex.bootstraps if annex is not None else ())}
+        for address in sorted(addresses):
             if address.rpartition("/p2p/")[2] in self.connected:
                 self._dials.succeeded(address)
             elif not self._dials.ready_in_s(address, now_s):
@@ -287,8 +315,8 @@ class Presence:
     async def _greet(self, peer_id: PeerId) -> None:
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
-                hello = Hello(swarm_id=self._membership.swarm_id, peer=self.record())
-                reply, skew_ms = await say_hello(self._transport, peer_id, hello, self._runtime.clock)
+                said = hello(self._membership, self.record())
+                reply, skew_ms = await say_hello(self._transport, peer_id, said, self._runtime.clock)
         except TimeoutError:
             self._peers.refused(peer_id, "deadline")
             return
@@ -310,7 +338,7 @@ class Presence:
             self._tell(peer_id, f"{peer_id} refuses this node: {one_line}")
             self._remember(peer_id, None)
         else:
-            self._remember(peer_id, reply.peer)
+            await self._meet_peer(peer_id, reply, reply.peer)
 
     async def _answer_hello(self, stream: Stream) -> None:
         preamble = await stream.receive(max_bytes=MAX_PREAMBLE_BYTES)
@@ -320,16 +348,43 @@ class Presence:
         except VersionError as error:
             self._tell(stream.peer_id, f"no handshake with {stream.peer_id}: {error}")
             raise
-        hello = decode(await stream.receive(max_bytes=MAX_HELLO_BYTES), Hello, max_bytes=MAX_HELLO_BYTES)
-        refusal = self._refusal(stream.peer_id, hello)
-        if refusal:
-            await stream.send(encode(HelloReply(peer=None, clock_at=self._runtime.now_ms(), refusal=refusal)))
-            raise RemoteProtocolError(refusal, reason="other_swarm")
-        self._remember(stream.peer_id, hello.peer)
-        await stream.send(encode(HelloReply(peer=self.record(), clock_at=self._runtime.now_ms())))
+        said = decode(await stream.receive(max_bytes=MAX_HELLO_BYTES), Hello, max_bytes=MAX_HELLO_BYTES)
+        why = refusal(self._membership, stream.peer_id, said)
+        if why:
+            await stream.send(encode(HelloReply(peer=None, clock_at=self._runtime.now_ms(), refusal=why)))
+            raise RemoteProtocolError(why, reason="other_swarm")
+        await stream.send(encode(welcome(self._membership, self.record(), self._runtime.now_ms())))
+        await self._meet_peer(stream.peer_id, said, said.peer)
 
     async def _answer_charter(self, stream: Stream) -> None:
         await stream.send(charter_bytes(self._membership.charter))
+        await stream.send(encode(AnnexReply(self._membership.annex)))
+
+    async def _meet_peer(self, peer_id: PeerId, said: Hello | HelloReply, record: PeerRecord) -> None:
+        """What a neighbour of this swarm says of itself: a member, with which environments and annex?"""
+        if not self._membership.admit(peer_id, said.token):
+            self._peers.refused(peer_id, "stranger")
+            self._remember(peer_id, None)
+            return
+        self._remember(peer_id, record)
+        if sentence := differences(self._membership, peer_id, said):
+            self._peers.refused(peer_id, "environment_mismatch")
+            self._tell(peer_id, sentence)
+        if knows_newer(self._membership, said):
+            await self._ask_annex(peer_id)
+
+    async def _ask_annex(self, peer_id: PeerId) -> None:
+        """Take over the annex of a peer that knows a newer one."""
+        try:
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                annex = await fetch_annex(self._transport, peer_id)
+            if annex is not None:
+                self._membership.renew(annex)
+        except (TimeoutError, TransportError) as error:
+            log.debug("no annex from %s: %s", peer_id, error)
+        except RemoteProtocolError as error:
+            self._peers.refused(peer_id, error.reason)
+            self._tell(peer_id, f"the annex of {peer_id} is refused: {error}")
 
     def _tell(self, peer_id: PeerId, text: str) -> None:
         """Warn once about a peer that we do not get along with, and about a few only."""
@@ -347,15 +402,6 @@ class Presence:
                 "what they cannot date. Switch on time synchronisation",
             )
             self._skew_told = True
-
-    def _refusal(self, peer_id: PeerId, hello: Hello) -> str:
-        swarm_id, charter = self._membership.swarm_id, self._membership.charter
-        if hello.swarm_id != swarm_id:
-            other = hello.swarm_id[:12]
-            return f"this node belongs to swarm {swarm_id[:12]} ({charter.name}), not {other}"
-        if not is_member(charter, peer_id):
-            return f"swarm {charter.name} is closed and {peer_id} is not a member; ask its founder"
-        return ""
 
     def _remember(self, peer_id: PeerId, record: PeerRecord | None) -> None:
         unknown = PeerRecord(name="unknown", protocol_version=0, addresses=(), lineage=None)

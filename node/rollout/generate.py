@@ -27,9 +27,10 @@ from node.rollout.reuse import ReuseBook
 from node.rollout.scoring import OwnScorer
 from node.sandbox.scorer import ScoreFailure
 from node.share.accepted import Accepted
+from protocol.charter import sampling
 from protocol.codec import digest, encode
 from protocol.errors import LocalProtocolError, OurFault
-from protocol.messages import FinishReason, Lineage, PeerId, PromptRef, Rollout, RolloutGroup, Sampling
+from protocol.messages import FinishReason, Lineage, PeerId, PromptRef, Rollout, RolloutGroup
 from protocol.rollouts import max_body_bytes, parse_tokens, version_span
 
 __all__ = ["Generator", "NoGroupError", "completions_of", "request_seed"]
@@ -40,8 +41,8 @@ class NoGroupError(OurFault):
 
 
 class Generator:
-    """Makes groups of `lineage` with `engine`, signed by this member. Sampling follows the charter and the
-    configuration. Raises ConfigError for settings that do not go together."""
+    """Makes groups of `lineage` with `engine`, signed by this member. Sampling is the charter's. Raises
+    ConfigError for settings that do not go together."""
 
     def __init__(
         self,
@@ -56,11 +57,9 @@ class Generator:
         self.lineage = lineage
         self.engine = engine
         self.group_size = charter.group_size
-        self.sampling = Sampling(
-            max_new_tokens=charter.max_new_tokens, temperature=rollout.temperature, top_p=rollout.top_p
-        )
+        self.sampling = sampling(charter)
         self.reuse = (
-            ReuseBook(rollout.reuse_lenience, top_p=rollout.top_p) if rollout.reuse_lenience else None
+            ReuseBook(rollout.reuse_lenience, top_p=charter.top_p) if rollout.reuse_lenience else None
         )
         """Earlier rollouts as drafts of new ones; None when off."""
         self._membership = membership

@@ -93,7 +93,7 @@ class ReuseBook:
     ) -> None:
         if top_p < 1:
             raise ConfigError(
-                f"rollout.reuse_lenience needs rollout.top_p = 1 and it is {top_p:g}; set one of the two so"
+                f"rollout.reuse_lenience needs a charter with top_p = 1, not {top_p:g}; set it to 0"
             )
         self._lenience = lenience
         self._max_rollouts = max_rollouts

@@ -16,7 +16,6 @@ also over a restart: then it is stored again for others, and not heard again. No
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 from collections import deque
 from collections.abc import AsyncIterator
@@ -32,7 +31,6 @@ from node.share.store import SHORT_DIGEST_BYTES, AnnouncementStore, StoredAnnoun
 from node.state.stores import ReplayGuard, SequenceSource
 from node.transport.base import Gossiped, Stream, Transport
 from node.transport.limits import KeyedTokenBuckets
-from protocol.charter import is_member
 from protocol.codec import decode, digest, encode
 from protocol.constants import MAX_ENVELOPE_BYTES
 from protocol.envelope import open_envelope, seal
@@ -120,8 +118,6 @@ class Gossip:
         self._replay = ReplayCache() if replay is None else replay  # an empty one is false
         self._limits = limits
         self._topic = announcement_topic(membership.swarm_id)
-        # A closed swarm has up to 10,000 members in a tuple; a flood must not pay for the search each time.
-        self._is_member = functools.lru_cache(maxsize=4096)(functools.partial(is_member, membership.charter))
         self.store = AnnouncementStore(
             max_count=limits.max_count,
             max_bytes=limits.max_bytes,
@@ -219,7 +215,7 @@ class Gossip:
             await asyncio.sleep(self._limits.peer_poll_s)
 
     def _take_gossip(self, message: Gossiped) -> None:
-        if not self._is_member(message.sender):
+        if not self._membership.is_member(message.sender):
             self._peers.refused(message.sender, "stranger")
             return
         try:
@@ -242,9 +238,9 @@ class Gossip:
         try:
             swarm_id = self._membership.swarm_id
             envelope = open_envelope(data, swarm_id=swarm_id, topic=self._topic, now_ms=now_ms)
-            if not self._is_member(envelope.sender):
-                raise SignatureError(f"{envelope.sender} is no member of this swarm", reason="stranger")
             announcement = decode(envelope.payload, Announcement, max_bytes=MAX_ENVELOPE_BYTES)
+            if not self._membership.admit(envelope.sender, announcement.token):
+                raise SignatureError(f"{envelope.sender} is no member of this swarm", reason="stranger")
             try:
                 self._replay.admit(
                     envelope.sender, envelope.sequence, envelope.created_at, envelope.expires_at, now_ms
@@ -278,7 +274,7 @@ class Gossip:
 
     async def _answer(self, stream: Stream) -> None:
         """neighbour -> us: send what it lacks, batch by batch, until it closes the stream."""
-        if not self._is_member(stream.peer_id):
+        if not self._membership.is_member(stream.peer_id):
             raise SignatureError(f"{stream.peer_id} is no member of this swarm", reason="stranger")
         while True:
             frame = await stream.receive(_MAX_REQUEST_BYTES)
@@ -331,7 +327,8 @@ class Gossip:
                     drawn = self._runtime.rng.sample(list(connected), count)
                     due += [peer_id for peer_id in drawn if peer_id not in due]
                 for peer_id in due:
-                    if self._is_member(peer_id) and (peer_id not in sessions or sessions[peer_id].done()):
+                    idle = peer_id not in sessions or sessions[peer_id].done()
+                    if idle and self._membership.is_member(peer_id):
                         sessions[peer_id] = group.create_task(self._ask(peer_id))
                 sessions = {peer_id: task for peer_id, task in sessions.items() if not task.done()}
                 await asyncio.sleep(self._limits.peer_poll_s)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
+from node.membership import Membership
 from node.share.accepted import Accepted
 from node.share.gossip import Gossip
 from node.transport.base import Stream, Transport
@@ -22,8 +23,8 @@ from protocol.messages import (
     BlobRef,
     BlobReply,
     BlobRequest,
-    Charter,
     Digest,
+    MemberToken,
     RolloutGroup,
     RolloutReply,
     RolloutRequest,
@@ -34,8 +35,11 @@ from protocol.topics import BLOB_PROTOCOL, ROLLOUT_PROTOCOL
 __all__ = ["Publisher", "announce"]
 
 
-def announce(group: RolloutGroup, body: BlobRef) -> Announcement:
-    """The announcement of a scored group whose encoded bytes are `body`.
+def announce(
+    group: RolloutGroup, body: BlobRef, *, pin: str = "", token: MemberToken | None = None
+) -> Announcement:
+    """The announcement of a scored group whose encoded bytes are `body`. `pin` is the code that it was scored
+    with, `token` the author's in a closed swarm.
 
     Raises LocalProtocolError when the body is above MAX_BLOB_BYTES.
     """
@@ -50,7 +54,9 @@ def announce(group: RolloutGroup, body: BlobRef) -> Announcement:
         completions=slot_digest(group.author, group.lineage, group.prompt, group.rollouts),
         rewards=tuple(rollout.reward for rollout in group.rollouts),
         body=body,
+        pin=pin,
         commitment=group.commitment,
+        token=token,
     )
 
 
@@ -66,8 +72,15 @@ class Publisher:
     than `max_bytes` of them: then the oldest go first."""
 
     def __init__(
-        self, transport: Transport, gossip: Gossip, charter: Charter, *, max_bytes: int = MAX_RECEIPT_BYTES
+        self,
+        membership: Membership,
+        transport: Transport,
+        gossip: Gossip,
+        *,
+        max_bytes: int = MAX_RECEIPT_BYTES,
     ) -> None:
+        charter = membership.charter
+        self._membership = membership
         self._gossip = gossip
         self._ttl_ms = (charter.rules.max_age_windows + 1) * charter.window_ms
         self._receipt_windows = charter.receipt_windows
@@ -83,7 +96,12 @@ class Publisher:
 
     async def publish(self, own: Accepted, body: bytes) -> Announcement:
         """Announce a scored group of this node; `body` is the group encoded."""
-        announcement = announce(own.group, BlobRef(digest=own.digest, size=len(body)))
+        announcement = announce(
+            own.group,
+            BlobRef(digest=own.digest, size=len(body)),
+            pin=self._membership.pin(own.group.prompt),
+            token=self._membership.token,
+        )
         await self.offer(announcement, body)
         return announcement
 

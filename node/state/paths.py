@@ -93,6 +93,16 @@ class Home:
         return self.root / "charter.bin"
 
     @property
+    def annex(self) -> Path:
+        """The newest annex of the swarm that this node knew."""
+        return self.root / "annex.bin"
+
+    @property
+    def token(self) -> Path:
+        """This node's own token, for a closed swarm."""
+        return self.root / "token.bin"
+
+    @property
     def lock(self) -> Path:
         return self.root / "lock"
 

@@ -30,7 +30,7 @@ from node.verify.freshness import Freshness
 from node.verify.ledger import Ledger
 from node.verify.lineage import LineageClaim, OwnPolicy
 from node.verify.plausibility import Plausibility
-from node.verify.provenance import Duplicate, PromptDerivation, SkipShare, SlotDerivation
+from node.verify.provenance import Duplicate, PromptDerivation, SameEnvironment, SkipShare, SlotDerivation
 from node.verify.reward import GroupScorer, Reward
 from node.verify.schema import Schema
 from node.verify.tokens import Decode, PrefixConsistency, Tokens
@@ -102,15 +102,17 @@ class Verifier:
         self._ledger = Ledger(max_windows=charter.rules.max_age_windows + 1 + ahead)
         self._copies = Copies()
         self._freshness = Freshness(membership, peers, own)
-        lineage = LineageClaim(own)
+        lineage, environment = LineageClaim(own), SameEnvironment(membership.pin)
         slot = SlotDerivation(charter, membership.swarm_id, self._ledger)
         self._announced: tuple[Callable[[Heard], Verdict], ...] = (
             lineage.check,
+            environment.check,
             self._freshness.check,
             slot.check,
         )
         self._cheap: tuple[Check, ...] = (
             lineage,
+            environment,
             self._freshness,
             slot,
             Duplicate(self._ledger),
@@ -138,7 +140,7 @@ class Verifier:
         judged by. Repeating is harmless. Versions that lag is measured against are in the book about
         peers."""
         try:
-            self._schema.check_announcement(heard.sender, heard.announcement)
+            self._schema.check_announcement(heard.announcement)
         except RemoteProtocolError as error:
             return reject(error.reason)
         if not self.enabled:

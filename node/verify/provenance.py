@@ -15,10 +15,10 @@ from node.environment.tasks import Prompt
 from node.share.heard import Heard
 from node.verify.base import ACCEPT, Item, Verdict, reject, suspect
 from node.verify.ledger import Ledger
-from protocol.messages import Charter, Digest
+from protocol.messages import Charter, Digest, PromptRef
 from protocol.prompts import skip_share, slots
 
-__all__ = ["Duplicate", "PromptDerivation", "SkipShare", "SlotDerivation"]
+__all__ = ["Duplicate", "PromptDerivation", "SameEnvironment", "SkipShare", "SlotDerivation"]
 
 MIN_SLOTS_FOR_SHARE = 8
 """Below this slot number a single late receipt would look like choosing."""
@@ -46,6 +46,23 @@ class SlotDerivation:
         if not self._ledger.claim(item.sender, item.announcement):
             return reject("equivocation")
         return ACCEPT
+
+
+class SameEnvironment:
+    """`environment_mismatch`: the author scored with other code or data than this node has, so neither can
+    say that the other is wrong. Hard, blameless. `pin` gives what this node has for a prompt, "" where that
+    is not known."""
+
+    name = "environment"
+    hard = True
+
+    def __init__(self, pin: Callable[[PromptRef], str]) -> None:
+        self._pin = pin
+
+    def check(self, item: Heard) -> Verdict:
+        """See `Check.check`."""
+        own, theirs = self._pin(item.announcement.prompt), item.announcement.pin
+        return reject("environment_mismatch") if own and theirs and own != theirs else ACCEPT
 
 
 class Duplicate:

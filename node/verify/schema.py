@@ -15,10 +15,10 @@ import numpy as np
 
 from node.share.heard import Candidate, Heard
 from node.verify.base import Item
-from protocol.charter import is_member
+from protocol.charter import sampling
 from protocol.codec import decode, digest
 from protocol.errors import DecodeError, LimitError, RemoteProtocolError
-from protocol.messages import Announcement, Charter, PeerId, Rollout, RolloutGroup, TokenizerSpec
+from protocol.messages import Announcement, Charter, Rollout, RolloutGroup, TokenizerSpec
 from protocol.receipts import slot_digest
 from protocol.rollouts import (
     TEXT_BYTES_PER_TOKEN,
@@ -30,8 +30,6 @@ from protocol.rollouts import (
 
 __all__ = ["Schema", "tokenizer_spec"]
 
-MIN_TEMPERATURE = 0.01
-"""Others divide logits by it: 1e-300 is 0 in float32, and the quotient is no number."""
 LOGPROB_ROUNDING = 1e-6
 """A certain token's log-probability may come out this far above 0 in float32."""
 
@@ -51,12 +49,9 @@ class Schema:
         self._charter = charter
         self._max_body_bytes = max_body_bytes(charter)
 
-    def check_announcement(self, sender: PeerId, announcement: Announcement) -> None:
+    def check_announcement(self, announcement: Announcement) -> None:
         """What can be said without the body. Raises RemoteProtocolError."""
         charter = self._charter
-        for peer_id in (sender, announcement.lineage.owner):
-            if not is_member(charter, peer_id):
-                raise RemoteProtocolError(f"{peer_id} is no member of this swarm", reason="not_a_member")
         if tokenizer_spec(charter, announcement) is None:
             raise RemoteProtocolError(
                 f"tokenizer {announcement.lineage.tokenizer[:12]} is not in the charter",
@@ -84,7 +79,7 @@ class Schema:
         """The item behind a candidate. Raises RemoteProtocolError."""
         heard, body = candidate.heard, candidate.body
         announcement = heard.announcement
-        self.check_announcement(heard.sender, announcement)
+        self.check_announcement(announcement)
         blob = announcement.body
         if len(body) != blob.size:
             raise DecodeError(f"announced {blob.size} bytes, got {len(body)}", reason="size")
@@ -135,16 +130,8 @@ class Schema:
             raise DecodeError(
                 f"{len(group.rollouts)} rollouts, not {charter.group_size}", reason="group_size"
             )
-        sampling = group.sampling
-        if sampling.max_new_tokens > charter.max_new_tokens:
-            raise LimitError(
-                f"max_new_tokens {sampling.max_new_tokens} is above {charter.max_new_tokens}",
-                reason="sampling",
-            )
-        if not sampling.temperature >= MIN_TEMPERATURE:
-            raise LimitError(
-                f"temperature {sampling.temperature} is below {MIN_TEMPERATURE}", reason="sampling"
-            )
+        if group.sampling != sampling(charter):
+            raise DecodeError(f"sampled with {group.sampling}, not {sampling(charter)}", reason="sampling")
 
     def _token_arrays(self, rollout: Rollout, group: RolloutGroup) -> TokenArrays:
         arrays = parse_tokens(rollout)

@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
+
 from node.verify.base import ACCEPT, Item, Verdict, reject, suspect
 from node.verify.schema import tokenizer_spec
 from protocol.messages import Charter, Digest, FinishReason
@@ -49,7 +51,7 @@ class Tokens:
         for rollout, arrays in zip(item.group.rollouts, item.tokens, strict=True):
             if int(arrays.token_ids_T.max()) >= spec.vocab_size:
                 return reject("token_range")
-            ends_T = arrays.token_ids_T == spec.eos_token_id
+            ends_T = np.isin(arrays.token_ids_T, spec.end_token_ids)
             if bool(ends_T[:-1].any()) or bool(ends_T[-1]) != (rollout.finish is FinishReason.STOP):
                 return reject("termination")
             if rollout.finish is FinishReason.LENGTH and len(ends_T) != item.group.sampling.max_new_tokens:

@@ -83,6 +83,6 @@ def _swarm_line(charter: Charter) -> str:
     from node.events import inert
     from protocol.charter import swarm_id
 
-    access = f"closed, {len(charter.members)} members" if charter.members else "open to everybody"
+    access = "closed" if charter.closed else "open to everybody"
     tasks = ", ".join(spec.name for spec in charter.environments)
     return f"swarm {inert(charter.name)} ({swarm_id(charter)[:12]}), {access}; trains on {inert(tasks)}"

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from node.config import NodeConfig, load_config
+from node.open.charter import installed_pins
 from node.state.keys import create_key
 from node.state.paths import Home, bundled
 from node.state.stores import write_atomically
@@ -128,7 +129,9 @@ def make_plan(options: DemoOptions, root: Path, settings: Mapping[str, Any]) -> 
     cast = _cast(options)
     names = [name for name, _, _ in cast]
     identities = [Identity.from_seed(_seed_bytes(options.seed, name)) for name in names]
-    charter = found(identities[0], bundled("demo-charter.toml").read_text(encoding="utf-8"), FOUNDED_AT)
+    rules = bundled("demo-charter.toml").read_text(encoding="utf-8")
+    pins = installed_pins(found(identities[0], rules, FOUNDED_AT))
+    charter = found(identities[0], rules, FOUNDED_AT, pins)
     addresses = _addresses(options.transport, identities)
     nodes = []
     for number, (identity, address) in enumerate(zip(identities, addresses, strict=True)):

@@ -20,7 +20,7 @@ from node.compute import InlineCompute, Lane
 from node.events import Event, EventBus, NoticeLevel
 from node.membership import Membership
 from node.node import Node, open_node
-from node.open.charter import read_or_found_charter
+from node.open.charter import installed_pins, read_or_found_charter
 from node.open.parts import open_parts
 from node.open.policy import open_environments, open_sandbox, require_strength
 from node.open.stores import memory_stores
@@ -115,7 +115,7 @@ class _Swarm:
 
         parts = open_parts(planned.config, self.charter, self.sandbox, notice)
         self.stack.callback(parts.engine.close)
-        membership = Membership(planned.identity, self.charter, clock)
+        membership = Membership(planned.identity, self.charter, clock, pins=installed_pins(self.charter))
         transport = None
         if parts.config.network.transport != "none":
             validate = record_validator(membership.swarm_id, clock.now_ms)

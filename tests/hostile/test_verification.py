@@ -67,7 +67,7 @@ ALICE, MALLORY = identity("alice").peer_id, identity("mallory").peer_id
 EOS, VOCAB = 0, 128
 COUNTDOWN = "reasoning_gym/countdown"
 TOKENIZER = TokenizerSpec(
-    name="characters", digest=fingerprint("characters"), vocab_size=VOCAB, eos_token_id=EOS
+    name="characters", digest=fingerprint("characters"), vocab_size=VOCAB, end_token_ids=(EOS,)
 )
 CHARTER = Charter(
     name="hostile",

@@ -139,7 +139,7 @@ def test_unknown_keys_name_the_nearest_valid_one(tmp_path: Path, monkeypatch: py
         ("train.external_wait_s", "inf"),
         ("train.learning_rate", "nan"),
         ("train.objective", "ppo"),
-        ("rollout.temperature", 0.001),
+        ("rollout.max_staleness", -1),
         ("name", "two words"),
         ("run", "../elsewhere"),
         ("policy.device", "tpu"),

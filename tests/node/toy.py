@@ -106,7 +106,7 @@ def make_charter(policies: Sequence[Policy], created_at: int, **rules: Any) -> C
                 "name": f"letters{number}",
                 "digest": digest,
                 "vocab_size": policy.vocab_size,
-                "eos_token_id": policy.eos_token_id,
+                "end_token_ids": [policy.eos_token_id],
             }
             for number, (digest, policy) in enumerate(sorted(tokenizers.items()))
         ],

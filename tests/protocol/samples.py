@@ -7,6 +7,7 @@ import struct
 
 from protocol import charter as charters
 from protocol import messages as m
+from protocol.annex import issue_token, sign_annex
 from protocol.codec import encode
 from protocol.envelope import seal
 from protocol.identity import Identity
@@ -16,13 +17,16 @@ from protocol.rollouts import single_turn
 
 NOW_MS = 1_700_000_000_000
 IDENTITY = Identity.from_seed(bytes(range(32)))
+ISSUER = Identity.from_seed(bytes(range(2, 34)))
 MEMBER = Identity.from_seed(bytes(range(1, 33)))
 
 CHARTER_TOML = f"""
 name = "letters"
 group_size = 4
 max_new_tokens = 12
-members = ["{MEMBER.peer_id}"]
+temperature = 0.9
+closed = true
+issuers = ["{ISSUER.peer_id}"]
 
 [[environments]]
 name = "reasoning_gym/spell_backward"
@@ -36,14 +40,44 @@ name = "reasoning_gym/chain_sum"
 name = "characters"
 digest = "{"c" * 64}"
 vocab_size = 64
-eos_token_id = 1
+end_token_ids = [1, 5]
+
+[[models]]
+name = "sparrow"
+digest = "{"a" * 64}"
+source = "https://models.example/sparrow"
+
+[[recipes]]
+max_params = 1_000_000
+learning_rate = 3e-4
+warmup_steps = 5
+objective = "topr"
 
 [rules]
 max_logprob_gap = 3
 """
 
-CHARTER = charters.found(IDENTITY, CHARTER_TOML, NOW_MS)
+PINS = {
+    "reasoning_gym/chain_sum": "reasoning-gym==0.1.25",
+    "reasoning_gym/spell_backward": "sha256:" + 64 * "b",
+}
+CHARTER = charters.found(IDENTITY, CHARTER_TOML, NOW_MS, PINS)
 SWARM_ID = charters.swarm_id(CHARTER)
+TOKEN = issue_token(ISSUER, CHARTER, MEMBER.peer_id, now_ms=NOW_MS, expires_at=NOW_MS + 86_400_000)
+ANNEX = sign_annex(
+    ISSUER,
+    CHARTER,
+    m.Annex(
+        SWARM_ID,
+        sequence=3,
+        issuer=ISSUER.peer_id,
+        created_at=NOW_MS,
+        bootstraps=("/ip4/192.0.2.7/tcp/4001",),
+        relays=("/ip4/192.0.2.8/tcp/4001",),
+        revoked=("7" * 64,),
+        key_epochs=(m.KeyEpoch(1, NOW_MS, "6" * 64),),
+    ),
+)
 TOPIC = f"murmuration/2/{SWARM_ID}/announcements"
 
 LINEAGE = m.Lineage(owner=IDENTITY.peer_id, base_model="a" * 64, tokenizer="c" * 64)
@@ -86,7 +120,9 @@ ANNOUNCEMENT = m.Announcement(
     completions=slot_digest(IDENTITY.peer_id, LINEAGE, PROMPT, GROUP.rollouts),
     rewards=(1.0, 0.0),
     body=m.BlobRef(digest="e" * 64, size=1234),
-    commitment=b"",
+    pin=PINS["reasoning_gym/spell_backward"],
+    commitment=b"evidence",
+    token=TOKEN,
 )
 CONVERSATION = m.Rollout(
     text="béw",
@@ -114,6 +150,7 @@ LINK = m.WeightsLink(
     created_at=NOW_MS,
 )
 REMOVAL = m.MergeRemoval(IDENTITY.peer_id, base="1" * 64, tags=("8" * 64, "9" * 64), created_at=NOW_MS)
+HAVE = tuple(m.EnvironmentPin(spec.name, spec.pin) for spec in CHARTER.environments)
 RECORDS: tuple[m.Record, ...] = (
     CHARTER,
     GROUP,
@@ -125,8 +162,9 @@ RECORDS: tuple[m.Record, ...] = (
     m.RolloutReply(CONVERSATION, prove(GROUP.rollouts, 1)),
     m.ReconcileRequest(TOPIC, bytes(16)),
     m.ReconcileReply(2),
-    m.Hello(SWARM_ID, PEER_RECORD),
-    m.HelloReply(None, NOW_MS, "this node belongs to another swarm"),
+    m.AnnexReply(ANNEX),
+    m.Hello(SWARM_ID, PEER_RECORD, environments=HAVE, token=TOKEN, annex=3),
+    m.HelloReply(PEER_RECORD, NOW_MS, environments=HAVE, annex=2),
     LINK,
     sign_link(IDENTITY, SWARM_ID, LINK),
     m.ChainRequest(owner=IDENTITY.peer_id, base_model="a" * 64, after=7, wait_ms=15_000),

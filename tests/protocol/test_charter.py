@@ -14,7 +14,7 @@ from protocol import messages as m
 from protocol.codec import encode, framed
 from protocol.errors import CharterError
 from protocol.identity import Identity, verify
-from tests.protocol.samples import CHARTER, CHARTER_TOML, IDENTITY, MEMBER, NOW_MS, SWARM_ID
+from tests.protocol.samples import CHARTER, CHARTER_TOML, IDENTITY, ISSUER, MEMBER, NOW_MS, PINS, SWARM_ID
 
 replace = msgspec.structs.replace
 
@@ -31,9 +31,16 @@ def test_toml_becomes_a_signed_charter() -> None:
     assert CHARTER.created_at == NOW_MS
     spell, chain = CHARTER.environments
     assert spell == m.EnvironmentSpec(
-        "reasoning_gym/spell_backward", '{"max_word_len":5,"min_word_len":3}', weight=3
+        "reasoning_gym/spell_backward",
+        '{"max_word_len":5,"min_word_len":3}',
+        weight=3,
+        pin="sha256:" + 64 * "b",
     )
-    assert chain == m.EnvironmentSpec("reasoning_gym/chain_sum", "{}", weight=1)
+    assert chain == m.EnvironmentSpec("reasoning_gym/chain_sum", "{}", pin="reasoning-gym==0.1.25")
+    assert CHARTER.models == (m.ModelSpec("sparrow", "a" * 64, "https://models.example/sparrow"),)
+    assert CHARTER.recipes == (m.RecipeSpec(1_000_000, 3e-4, 5, "topr"),)
+    assert CHARTER.tokenizers[0].end_token_ids == (1, 5)
+    assert charters.sampling(CHARTER) == m.Sampling(12, temperature=0.9, top_p=1.0)
     assert CHARTER.rules.max_logprob_gap == 3.0
     assert CHARTER.rules.max_age_windows == 3
     charters.verify_charter(CHARTER)
@@ -45,32 +52,26 @@ def test_toml_becomes_a_signed_charter() -> None:
 def test_mapping_and_toml_found_the_same_swarm() -> None:
     values = tomllib.loads(CHARTER_TOML)
     before = json.dumps(values)
-    assert charters.found(IDENTITY, values, NOW_MS) == CHARTER
+    assert charters.found(IDENTITY, values, NOW_MS, PINS) == CHARTER
     assert json.dumps(values) == before
 
 
 def test_order_of_config_keys_does_not_matter_but_their_values_do() -> None:
     other = CHARTER_TOML.replace("min_word_len = 3, max_word_len = 5", "max_word_len = 5, min_word_len = 3")
-    assert charters.swarm_id(charters.found(IDENTITY, other, NOW_MS)) == SWARM_ID
+    assert charters.swarm_id(charters.found(IDENTITY, other, NOW_MS, PINS)) == SWARM_ID
     other = CHARTER_TOML.replace("max_word_len = 5", "max_word_len = 6")
-    assert charters.swarm_id(charters.found(IDENTITY, other, NOW_MS)) != SWARM_ID
+    assert charters.swarm_id(charters.found(IDENTITY, other, NOW_MS, PINS)) != SWARM_ID
 
 
 def test_another_founder_or_time_is_another_swarm() -> None:
     assert charters.swarm_id(charters.found(MEMBER, CHARTER_TOML, NOW_MS)) != SWARM_ID
-    assert charters.swarm_id(charters.found(IDENTITY, CHARTER_TOML, NOW_MS + 1)) != SWARM_ID
+    assert charters.swarm_id(charters.found(IDENTITY, CHARTER_TOML, NOW_MS + 1, PINS)) != SWARM_ID
 
 
 def test_bytes_survive() -> None:
     data = charters.charter_bytes(CHARTER)
     assert charters.decode_charter(data) == CHARTER
     assert charters.charter_bytes(charters.decode_charter(data)) == data
-
-
-def test_largest_member_list_fits() -> None:
-    members = [Identity.from_seed(i.to_bytes(32, "big")).peer_id for i in range(1, 300)]
-    charter = charters.found(IDENTITY, {**charters_minimum(), "members": members}, NOW_MS)
-    assert charters.decode_charter(charters.charter_bytes(charter)).members == tuple(members)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +101,7 @@ def charters_minimum() -> dict[str, object]:
     return {
         "name": "n",
         "environments": [{"name": "e"}],
-        "tokenizers": [{"name": "t", "digest": "c" * 64, "vocab_size": 8, "eos_token_id": 1}],
+        "tokenizers": [{"name": "t", "digest": "c" * 64, "vocab_size": 8, "end_token_ids": [1]}],
     }
 
 
@@ -127,8 +128,8 @@ def charters_minimum() -> dict[str, object]:
         ({"group_size": 1}, ">= 2"),
         ({"group_size": "4"}, "Expected `int`, got `str`"),
         ({"max_skip_share": 1.5}, "<= 1"),
-        ({"members": [MEMBER.peer_id] * 2}, "member .* twice"),
-        ({"members": ["12D3KooW" + "1" * 44]}, "a member that cannot exist"),
+        ({"issuers": [ISSUER.peer_id] * 2}, "issuer .* twice"),
+        ({"issuers": ["12D3KooW" + "1" * 44]}, "an issuer that cannot exist"),
         ({"rules": {"max_logprob_gap": 0}}, "> 0"),
         ({"rules": 3}, "Expected `object`"),
     ],
@@ -179,13 +180,16 @@ def test_tokenizers_must_be_distinct_and_end() -> None:
     def founded(*tokenizers: dict[str, object]) -> m.Charter:
         return charters.found(IDENTITY, {**charters_minimum(), "tokenizers": list(tokenizers)}, NOW_MS)
 
-    one = {"name": "t", "digest": "c" * 64, "vocab_size": 8, "eos_token_id": 1}
+    one = {"name": "t", "digest": "c" * 64, "vocab_size": 8, "end_token_ids": [1]}
     with pytest.raises(CharterError, match="digest"):
         founded(one, {**one, "name": "u"})
     with pytest.raises(CharterError, match="tokenizer name"):
         founded(one, {**one, "digest": "d" * 64})
-    with pytest.raises(CharterError, match="eos_token_id 8 of tokenizer 't' is not below its vocab_size 8"):
-        founded({**one, "eos_token_id": 8})
+    with pytest.raises(CharterError, match="end_token_ids 8 of tokenizer 't' is not below its vocab_size 8"):
+        founded({**one, "end_token_ids": [1, 8]})
+    for ids in ([], [2, 1], [1, 1]):
+        with pytest.raises(CharterError, match="end_token_ids"):
+            founded({**one, "end_token_ids": ids})
 
 
 @pytest.mark.parametrize(
@@ -233,7 +237,7 @@ def test_version_is_told_apart() -> None:
         {"name": "other"},
         {"created_at": NOW_MS + 1},
         {"founder": MEMBER.peer_id},
-        {"members": ()},
+        {"closed": False},
         {"signature": b""},
         {"signature": bytes(64)},
     ],
@@ -257,9 +261,22 @@ def test_garbage_is_no_charter() -> None:
             charters.decode_charter(data)
 
 
-def test_membership() -> None:
-    stranger = Identity.from_seed(bytes(32)).peer_id
-    assert charters.is_member(CHARTER, MEMBER.peer_id)
-    assert charters.is_member(CHARTER, IDENTITY.peer_id)
-    assert not charters.is_member(CHARTER, stranger)
-    assert charters.is_member(replace(CHARTER, members=()), stranger)
+def test_pins_of_the_founder_fill_what_the_rules_leave_out() -> None:
+    rules = {
+        **charters_minimum(),
+        "environments": [{"name": "e"}, {"name": "f", "pin": "f==1"}, {"name": "g"}],
+    }
+    charter = charters.found(IDENTITY, rules, NOW_MS, {"e": "e==2", "f": "f==2"})
+    assert [spec.pin for spec in charter.environments] == ["e==2", "f==1", ""]
+
+
+@pytest.mark.parametrize("pin", ["e", "e==", "==1", "e==1\n", "sha256:" + "A" * 64, "e == 1"])
+def test_what_pins_nothing_is_refused(pin: str) -> None:
+    with pytest.raises(CharterError, match="pin"):
+        charters.found(IDENTITY, {**charters_minimum(), "environments": [{"name": "e", "pin": pin}]}, NOW_MS)
+
+
+def test_recipes_ascend() -> None:
+    recipe = {"max_params": 5, "learning_rate": 1e-3, "warmup_steps": 0, "objective": "topr"}
+    with pytest.raises(CharterError, match="max_params of the recipes must ascend"):
+        charters.found(IDENTITY, {**charters_minimum(), "recipes": [recipe, recipe]}, NOW_MS)

@@ -21,7 +21,7 @@ CHARTER = Charter(
     founder=PEER,
     created_at=1_700_000_000_000,
     environments=(EnvironmentSpec("a", weight=3), EnvironmentSpec("b"), EnvironmentSpec("c", weight=2)),
-    tokenizers=(TokenizerSpec("chars", "0" * 64, 64, 1),),
+    tokenizers=(TokenizerSpec("chars", "0" * 64, 64, (1,)),),
     window_ms=10_000,
     universe_size=4096,
     pool_size=128,

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from importlib import metadata
@@ -27,6 +28,7 @@ from node.environment.tasks import (
     ReasoningGymEnvironment,
     item_seed,
     open_environment,
+    pin,
     reasoning_gym_tasks,
 )
 from protocol.charter import canonical_json
@@ -398,3 +400,30 @@ def test_the_sandbox_scores_the_same_part_of_a_strangers_text() -> None:
     assert isinstance(outcome, ScoredGroup)
     assert list(outcome.scores) == [environment.score(prompt, completion) for completion in completions]
     assert [score.reward for score in outcome.scores] == [1.0, 0.0, 0.0, 1.0]
+
+
+# --- pins --------------------------------------------------------------------------------------------------
+
+
+def test_a_reasoning_gym_task_is_pinned_by_its_version() -> None:
+    assert pin("reasoning_gym/chain_sum") == f"reasoning-gym=={metadata.version('reasoning-gym')}"
+
+
+def test_an_own_task_is_pinned_by_all_of_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found where its package lies, and never imported."""
+    package = tmp_path / "pinned_tasks"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise AssertionError('imported')")
+    (package / "words.txt").write_text("one")
+    entry = metadata.EntryPoint("own/words", "pinned_tasks.words:load", ENTRY_POINT_GROUP)
+    monkeypatch.setattr(metadata, "entry_points", lambda group: [entry])
+    monkeypatch.syspath_prepend(tmp_path)
+    first = pin("own/words")
+    assert re.fullmatch("sha256:[0-9a-f]{64}", first)
+    (package / "__pycache__").mkdir()
+    (package / "__pycache__" / "words.pyc").write_bytes(b"times")
+    assert pin("own/words") == first
+    (package / "words.txt").write_text("two")
+    assert pin("own/words") != first
+    with pytest.raises(ConfigError, match="unknown environment 'own/word'"):
+        pin("own/word")

@@ -6,12 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from node.clock import SystemClock
 from node.config import NodeConfig, load_config
-from node.open.charter import inspect_charter, read_or_found_charter
+from node.open.charter import inspect_charter, installed_pins, open_membership, read_or_found_charter
 from node.state.paths import Home, bundled
+from protocol.annex import issue_token, sign_annex
 from protocol.charter import charter_bytes, found, swarm_id
+from protocol.codec import encode
 from protocol.errors import CharterError
 from protocol.identity import Identity
+from protocol.messages import Annex
 
 OURS = Identity.from_seed(b"o" * 32)
 THEIRS = Identity.from_seed(b"t" * 32)
@@ -70,3 +74,44 @@ def test_looking_founds_nothing(config: NodeConfig) -> None:
     path, charter = inspect_charter(config)
     assert (path, charter.name) == (bundled("demo-charter.toml"), "demo")
     assert not Home(config.home).charter.exists()
+
+
+def test_the_founder_pins_what_it_has(config: NodeConfig, tmp_path: Path) -> None:
+    charter = read_or_found_charter(config, OURS, 1000)
+    assert {spec.name: spec.pin for spec in charter.environments} == installed_pins(charter)
+    assert all(spec.pin.startswith("reasoning-gym==") for spec in charter.environments)
+    own = tmp_path / "rules.toml"
+    own.write_text(
+        rules(**{'name = "reasoning_gym/chain_sum"': 'name = "reasoning_gym/chain_sum"\npin = "x==1"'})
+    )
+    pinned = read_or_found_charter(config.model_copy(update={"charter": str(own)}), OURS, 1000)
+    assert pinned.environments[2].pin == "x==1"
+
+
+def test_a_founder_stays_in_its_swarm_when_a_task_is_updated(
+    config: NodeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = read_or_found_charter(config.model_copy(update={"charter": "demo-charter.toml"}), OURS, 1000)
+    monkeypatch.setattr("node.open.charter.pin", lambda name: "reasoning-gym==99")
+    again = read_or_found_charter(config.model_copy(update={"charter": "demo-charter.toml"}), OURS, 2000)
+    assert again == first
+    assert set(installed_pins(first).values()) == {"reasoning-gym==99"}
+
+
+def test_a_closed_swarm_asks_for_a_token_and_remembers_its_annex(config: NodeConfig) -> None:
+    home, clock = Home(config.home), SystemClock()
+    charter = found(THEIRS, f"closed = true\n{rules()}", 500)
+    with pytest.raises(CharterError, match=f"is closed and {OURS.peer_id} has no valid token for it"):
+        open_membership(home, OURS, charter, clock)
+    now_ms = clock.now_ms()
+    token = issue_token(THEIRS, charter, OURS.peer_id, now_ms=now_ms, expires_at=now_ms + 60_000)
+    home.token.write_bytes(encode(token))
+    membership = open_membership(home, OURS, charter, clock)
+    assert membership.token == token
+    annex = sign_annex(THEIRS, charter, Annex(swarm_id(charter), 1, THEIRS.peer_id, now_ms))
+    assert membership.renew(annex)
+    assert open_membership(home, OURS, charter, clock).annex == annex
+    assert open_membership(home, THEIRS, found(THEIRS, rules(), 500), clock).annex is None  # another swarm
+    home.token.write_bytes(b"damaged")
+    with pytest.raises(CharterError, match="cannot be read"):
+        open_membership(home, OURS, charter, clock)

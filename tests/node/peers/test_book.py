@@ -130,7 +130,7 @@ def test_trust_follows_what_was_judged_and_time() -> None:
 
 def test_members_of_a_closed_swarm_need_not_earn_trust() -> None:
     good, bad = (identity(name).peer_id for name in ("good", "bad"))
-    closed = World(changes={"members": (good, bad)})
+    closed = World(changes={"closed": True})
     _, peers = make_peers(make_runtime(closed.clock), identity("node"), closed.charter)
     peers.judged(bad, Hardness.HARD)
     assert peers.has_earned_trust(good)

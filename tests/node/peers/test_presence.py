@@ -20,12 +20,13 @@ from node.state.stores import MemorySequence
 from node.transport.base import Stream, StreamHandler
 from node.transport.limits import Refusals
 from node.transport.memory import MemoryNetwork, MemoryTransport
+from protocol.annex import issue_token, sign_annex, token_name
 from protocol.charter import MAX_CHARTER_BYTES, charter_bytes, found, swarm_id
 from protocol.codec import decode, encode
 from protocol.constants import PROTOCOL_VERSION
-from protocol.errors import CharterError, TransportError
+from protocol.errors import CharterError, RemoteProtocolError, TransportError
 from protocol.identity import Identity
-from protocol.messages import Charter, Hello, HelloReply, Lineage, PeerRecord
+from protocol.messages import Annex, Charter, Hello, HelloReply, Lineage, MemberToken, PeerRecord
 from protocol.preamble import PREAMBLE
 from protocol.records import open_record, record_validator, seal_record
 from protocol.topics import CHARTER_PROTOCOL, HELLO_PROTOCOL, peer_key
@@ -35,12 +36,12 @@ from tests.node.verify.world import identity
 RULES: dict[str, Any] = {
     "name": "test",
     "environments": [{"name": "chain_sum"}],
-    "tokenizers": [{"name": "letters", "digest": "a" * 64, "vocab_size": 10, "eos_token_id": 1}],
+    "tokenizers": [{"name": "letters", "digest": "a" * 64, "vocab_size": 10, "end_token_ids": [1]}],
 }
 FOUNDER, ALICE, BOB, CAROL = (identity(name) for name in ("founder", "alice", "bob", "carol"))
 CHARTER = found(FOUNDER, RULES, created_at=1)
 OTHER = found(FOUNDER, RULES | {"name": "other"}, created_at=1)
-CLOSED = found(FOUNDER, RULES | {"members": [ALICE.peer_id]}, created_at=1)
+CLOSED = found(FOUNDER, RULES | {"closed": True}, created_at=1)
 
 
 def record_of(one: Identity, addresses: tuple[str, ...] | None = None) -> PeerRecord:
@@ -61,6 +62,8 @@ class Member:
         runtime = make_runtime(town.clock)
         runtime.bus.subscribe(self._told)
         membership, peers = make_peers(runtime, one, charter, refusals=self.refusals)
+        membership.token = town.tokens.get(one.peer_id)
+        self.membership = membership
         self.presence = Presence(
             runtime,
             membership,
@@ -89,6 +92,24 @@ class Town:
         self.clock = VirtualClock()
         self.network = MemoryNetwork(clock=self.clock)
         self.members: list[Member] = []
+        self.tokens: dict[str, MemberToken] = {}
+        """By peer; whoever settles has the one that was issued before."""
+
+    def admit(self, one: Identity, *, for_ms: int = 3_600_000) -> MemberToken:
+        now_ms = self.clock.now_ms()
+        token = issue_token(FOUNDER, CLOSED, one.peer_id, now_ms=now_ms, expires_at=now_ms + for_ms)
+        self.tokens[one.peer_id] = token
+        return token
+
+    def publish(self, *members: Member, **fields: Any) -> Annex:
+        """A new annex of the closed swarm, known to these members."""
+        annex = Annex(
+            swarm_id(CLOSED), **({"sequence": 1, "issuer": FOUNDER.peer_id, "created_at": 1} | fields)
+        )
+        signed = sign_annex(FOUNDER, CLOSED, annex)
+        for member in members:
+            assert member.membership.renew(signed)
+        return signed
 
     async def settle(
         self, one: Identity, *others: str, charter: Charter = CHARTER, running: bool = True
@@ -222,7 +243,7 @@ def test_the_record_is_renewed_before_it_expires() -> None:
             CLOSED,
             BOB,
             Hello(swarm_id(CLOSED), record_of(BOB)),
-            f"swarm test is closed and {BOB.peer_id} is not a member; ask its founder",
+            f"swarm test is closed and {BOB.peer_id} shows no valid token; ask its founder for one",
             "other_swarm",
         ),
     ],
@@ -277,10 +298,88 @@ def test_whoever_asks_another_version_for_the_time_is_told() -> None:
 
 def test_members_of_a_closed_swarm_are_welcome() -> None:
     async def test(town: Town) -> None:
+        town.admit(ALICE), town.admit(BOB)
         await town.settle(FOUNDER, charter=CLOSED)
         alice = await town.settle(ALICE, FOUNDER.peer_id, charter=CLOSED)
+        bob = await town.settle(BOB, ALICE.peer_id, charter=CLOSED)  # they admit each other by token
         await asyncio.sleep(3)
-        assert list(alice.presence.known) == [FOUNDER.peer_id]
+        assert set(alice.presence.known) == {FOUNDER.peer_id, BOB.peer_id}
+        assert bob.membership.is_member(ALICE.peer_id)
+        assert (alice.notices, bob.notices) == ([], [])
+
+    town(test)
+
+
+def test_an_expired_token_admits_nobody() -> None:
+    async def test(town: Town) -> None:
+        town.admit(BOB, for_ms=60_000)
+        alice = await town.settle(ALICE, charter=CLOSED)
+        await town.settle(BOB, ALICE.peer_id, charter=CLOSED)
+        await asyncio.sleep(5)
+        assert alice.membership.is_member(BOB.peer_id)
+        await asyncio.sleep(60)
+        assert not alice.membership.is_member(BOB.peer_id)
+
+    town(test)
+
+
+def test_a_newer_annex_goes_from_neighbour_to_neighbour() -> None:
+    async def test(town: Town) -> None:
+        bobs = town.admit(BOB)
+        town.admit(ALICE)
+        founder = await town.settle(FOUNDER, charter=CLOSED)
+        alice = await town.settle(ALICE, FOUNDER.peer_id, charter=CLOSED)
+        bob = await town.settle(BOB, ALICE.peer_id, charter=CLOSED)
+        await asyncio.sleep(5)
+        first = town.publish(founder, bootstraps=("/memory/p2p/" + identity("new").peer_id,))
+        await asyncio.sleep(5)
+        assert alice.membership.annex == bob.membership.annex == first
+        second = town.publish(alice, sequence=2, revoked=(token_name(bobs),))
+        await asyncio.sleep(5)
+        assert founder.membership.annex == second
+        assert not alice.membership.is_member(BOB.peer_id)
+        assert not founder.membership.admit(BOB.peer_id, bobs)
+
+    town(test)
+
+
+def test_an_annex_by_a_stranger_or_with_another_content_is_refused() -> None:
+    async def test(town: Town) -> None:
+        town.admit(ALICE)
+        founder = await town.settle(FOUNDER, charter=CLOSED)
+        annex = town.publish(founder)
+        alice = await town.settle(ALICE, FOUNDER.peer_id, charter=CLOSED)
+        for wrong, reason in (
+            (msgspec.structs.replace(annex, sequence=9), "annex_signature"),
+            (sign_annex(FOUNDER, CLOSED, msgspec.structs.replace(annex, created_at=2)), "annex_conflict"),
+        ):
+            with pytest.raises(RemoteProtocolError) as refused:
+                founder.membership.renew(wrong)
+            assert refused.value.reason == reason
+        await asyncio.sleep(5)
+        assert alice.membership.annex == founder.membership.annex == annex
+
+    town(test)
+
+
+def test_another_version_of_a_task_is_told_on_both_sides_and_blames_nobody() -> None:
+    async def test(town: Town) -> None:
+        name = CHARTER.environments[0].name
+        both = [await town.settle(ALICE, running=False), await town.settle(BOB, ALICE.peer_id, running=False)]
+        for member, pin in zip(both, ("task==1", "task==2"), strict=True):
+            member.membership.pins[name] = pin
+            member.task = asyncio.create_task(member.presence.run())
+        await asyncio.sleep(30)
+        alice, bob = both
+        for member, other, (own, theirs) in ((alice, bob, "12"), (bob, alice, "21")):
+            ((level, sentence),) = member.notices
+            assert level == "warning"
+            assert sentence == (
+                f"environment_mismatch with {other.membership.peer_id}: {name} is task=={theirs} there and "
+                f"task=={own} here; groups of it are not exchanged until both have the same"
+            )
+        assert set(alice.refused) == {(BOB.peer_id, "environment_mismatch")}
+        assert list(alice.presence.known) == [BOB.peer_id]  # a neighbour like any other
 
     town(test)
 

@@ -46,7 +46,7 @@ def charter_of(**changes: object) -> Charter:
     rules: dict[str, object] = {
         "name": "test",
         "environments": [{"name": "one", "weight": 2}, {"name": "two"}],
-        "tokenizers": [{"name": "letters", "digest": "a" * 64, "vocab_size": 10, "eos_token_id": 1}],
+        "tokenizers": [{"name": "letters", "digest": "a" * 64, "vocab_size": 10, "end_token_ids": [1]}],
         "window_ms": WINDOW_MS,
         "universe_size": 400,
         "pool_size": 12,

@@ -263,7 +263,7 @@ def test_long_answers_push_out_old_prompts() -> None:
 
 
 def test_a_cut_distribution_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"reuse_lenience needs rollout.top_p = 1 and it is 0.9"):
+    with pytest.raises(ConfigError, match=r"reuse_lenience needs a charter with top_p = 1, not 0.9"):
         ReuseBook(1.65, top_p=0.9)
 
 

@@ -443,7 +443,7 @@ def test_a_budget_too_small_for_one_group_goes_on_to_the_first(bench: Callable[.
         await asyncio.sleep(60)
         assert bench.out.qsize() == 1
 
-    bench(test, max_in_flight=8, groups=4, token_budget=1, window_ms=600_000, **LONG)
+    bench(test, max_in_flight=4, groups=4, token_budget=1, window_ms=600_000, **LONG)
 
 
 @pytest.mark.parametrize("max_in_flight", [0, 8])

@@ -8,9 +8,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
 import pytest
 
 from node.clock import VIRTUAL_EPOCH_MS, SystemClock, VirtualClock, run_virtual
+from node.membership import Membership
 from node.share.gossip import Gossip, GossipLimits
 from node.share.heard import Heard
 from node.share.store import AnnouncementStore, StoredAnnouncement, short_digest
@@ -19,6 +21,7 @@ from node.transport.base import Stream, TransportLimits
 from node.transport.limits import Refusals
 from node.transport.links import LINKS, Fault
 from node.transport.memory import MemoryNetwork, MemoryTransport
+from protocol.annex import issue_token
 from protocol.charter import found, swarm_id
 from protocol.codec import decode, digest, encode
 from protocol.envelope import seal
@@ -43,7 +46,7 @@ STRANGER = Identity.from_seed(bytes([200]) * 32)
 RULES = {
     "name": "test",
     "environments": [{"name": "chain_sum"}],
-    "tokenizers": [{"name": "letters", "digest": "a" * 64, "vocab_size": 10, "eos_token_id": 1}],
+    "tokenizers": [{"name": "letters", "digest": "a" * 64, "vocab_size": 10, "end_token_ids": [1]}],
 }
 
 
@@ -97,6 +100,7 @@ class Swarm:
         """What each refused by gossip; what their transports refused is counted apart here."""
         self.heard: list[list[Heard]] = []
         self.tasks: list[asyncio.Task[None]] = []
+        self.memberships: list[Membership] = []
 
     async def join(
         self,
@@ -123,6 +127,7 @@ class Swarm:
             replay=replay,
             limits=limits or GossipLimits(),
         )
+        self.memberships.append(membership)
         self.refusals.append(refusals)
         self.transports.append(transport)
         self.gossips.append(gossip)
@@ -458,7 +463,11 @@ def test_full_disk_refuses_the_envelope_and_is_told_once(caplog):
 
 def test_closed_swarm_hears_members_only_and_answers_members_only():
     async def main() -> None:
-        charter = charter_of(members=[IDENTITIES[1].peer_id])
+        charter = charter_of(closed=True)
+        until = VIRTUAL_EPOCH_MS + 3_600_000
+        token = issue_token(
+            IDENTITIES[0], charter, IDENTITIES[1].peer_id, now_ms=VIRTUAL_EPOCH_MS, expires_at=until
+        )
         swarm_name = swarm_id(charter)
         topic = announcement_topic(swarm_name)
         async with swarm_of(charter=charter) as swarm:
@@ -468,7 +477,9 @@ def test_closed_swarm_hears_members_only_and_answers_members_only():
             by_stranger = sealed(1, STRANGER, swarm=swarm_name, topic=topic)
             await stranger.publish(topic, by_stranger)
             await swarm.transports[1].publish(topic, by_stranger)
-            await swarm.gossips[1].announce(announcement(2, IDENTITIES[1]), TTL_MS)
+            assert swarm.memberships[0].admit(IDENTITIES[1].peer_id, token)  # the handshake
+            said = announcement(2, IDENTITIES[1])
+            await swarm.gossips[1].announce(msgspec.structs.replace(said, token=token), TTL_MS)
             stream = await stranger.open_stream(IDENTITIES[0].peer_id, RECONCILE_PROTOCOL)
             await asyncio.sleep(1)
             assert swarm.completions(0) == [2]
@@ -489,7 +500,7 @@ def test_closed_swarm_hears_members_only_and_answers_members_only():
         (b"\xff" * 300, "decode"),
         (sealed(1, IDENTITIES[1], swarm="c" * 64), "swarm"),
         (sealed(1, IDENTITIES[1], topic="another"), "topic"),
-        (sealed(1, IDENTITIES[1])[:-1] + b"\x00", "signature"),
+        (sealed(1, IDENTITIES[1])[:-2] + b"\xff\xff", "signature"),
     ],
 )
 def test_bad_gossip_is_counted_against_its_sender_and_remembered(data, reason):

@@ -92,7 +92,7 @@ class Stand:
         runtime = make_runtime(clock)
         membership, peers = make_peers(runtime, ALICE, WORLD.charter)
         self.gossip = Gossip(runtime, membership, peers, self.seller, MemorySequence(1))
-        self.publisher = Publisher(self.seller, self.gossip, WORLD.charter, **options)
+        self.publisher = Publisher(membership, self.seller, self.gossip, **options)
 
     async def __aenter__(self) -> Stand:
         await self.seller.start()

@@ -40,6 +40,7 @@ def test_an_honest_group_is_accepted_with_our_own_rewards(world, alice):
     assert [outcome.check for outcome in judgement.checks] == [
         "schema",
         "lineage",
+        "environment",
         "freshness",
         "slot",
         "duplicate",

@@ -11,7 +11,7 @@ from node.rollout.engine.base import TokenSequence
 from node.verify.base import Item
 from node.verify.plausibility import Plausibility
 from node.verify.schema import Schema
-from protocol.messages import RolloutGroup, Sampling, VerificationRules
+from protocol.messages import RolloutGroup, VerificationRules
 from tests.node.verify.world import EOS, SHIFTED, TOKENIZER, World, candidate, rollout
 
 replace = msgspec.structs.replace
@@ -48,6 +48,11 @@ class CharacterPolicy(HalfPolicy):
     tokenizer_digest = TOKENIZER.digest
 
 
+@pytest.fixture
+def world() -> World:
+    return World(changes={"temperature": 0.5})
+
+
 def item_of(world: World, group: RolloutGroup) -> Item:
     return Schema(world.charter).open(candidate(group))
 
@@ -56,9 +61,7 @@ def flat_group(world: World, author: str, logprob: float) -> RolloutGroup:
     """Eight times "1111" and the end token, each token of this log-probability."""
     tokens = [ord("1")] * 4 + [EOS]
     one = rollout(tokens, [logprob] * 5, reward=0.0)
-    return replace(
-        world.group(author), rollouts=(one,) * 8, sampling=Sampling(max_new_tokens=5, temperature=0.5)
-    )
+    return replace(world.group(author), rollouts=(one,) * 8)
 
 
 def check(world: World, policy: HalfPolicy, engine: FlatEngine) -> Plausibility:

@@ -21,7 +21,7 @@ from node.peers.book import PeerBook
 from node.sandbox.scorer import FailureReason, ScoredGroup, ScoreFailure
 from node.share.heard import Candidate, Heard
 from node.verify.pipeline import Verifier
-from protocol.charter import swarm_id
+from protocol.charter import sampling, swarm_id
 from protocol.codec import digest, encode
 from protocol.constants import PROTOCOL_VERSION
 from protocol.identity import Identity
@@ -36,7 +36,6 @@ from protocol.messages import (
     PromptRef,
     Rollout,
     RolloutGroup,
-    Sampling,
     TokenizerSpec,
 )
 from protocol.prompts import slots
@@ -61,9 +60,11 @@ def fingerprint(text: str) -> str:
 
 
 TOKENIZER = TokenizerSpec(
-    name="characters", digest=fingerprint("tokenizer"), vocab_size=VOCAB, eos_token_id=EOS
+    name="characters", digest=fingerprint("tokenizer"), vocab_size=VOCAB, end_token_ids=(EOS,)
 )
-SHIFTED = TokenizerSpec(name="shifted", digest=fingerprint("shifted"), vocab_size=VOCAB + 1, eos_token_id=EOS)
+SHIFTED = TokenizerSpec(
+    name="shifted", digest=fingerprint("shifted"), vocab_size=VOCAB + 1, end_token_ids=(EOS,)
+)
 """The same characters, each with the next id."""
 
 
@@ -257,7 +258,7 @@ class World:
             environment=ENVIRONMENT,
             prompt=prompt,
             question=item_at(prompt.index).text,
-            sampling=Sampling(max_new_tokens=self.max_new_tokens),
+            sampling=sampling(self.charter),
             engine="toy",
             dtype="float32",
             rollouts=rollouts,

@@ -87,7 +87,7 @@ def charter(kind: str, path: Path) -> Path:
         case "folder":
             path.mkdir()
         case "closed":
-            path.write_bytes(charter_bytes(found(FOUNDER, f'members = ["{PEER}"]\n{rules()}', 1)))
+            path.write_bytes(charter_bytes(found(FOUNDER, f"closed = true\n{rules()}", 1)))
     return path
 
 
