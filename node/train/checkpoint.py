@@ -17,6 +17,7 @@ import logging
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 import torch
@@ -29,6 +30,9 @@ from node.state.stores import sync
 from node.train.slow_fast import SlowFastState
 from node.train.step import Trainer
 from protocol.errors import ConfigError, ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = [
     "CheckpointState",
@@ -104,14 +108,14 @@ def save_checkpoint(trainer: Trainer, folder: Path) -> None:
 
 
 def _write(trainer: Trainer, temporary: Path) -> None:
-    model = trainer.model
+    model = cast("PreTrainedModel", trainer.model)
     if trainer.settings.adapter is None:
         # Tied weights share storage, which safetensors refuses; named_parameters() gives each tensor once.
         weights = _on_cpu(trainer.learning())
     else:
-        weights = merged_state(model)
+        weights = merged_state(trainer.adapted)
         save_file(_on_cpu(trainer.learning()), temporary / _ADAPTER)
-        model = model.get_base_model()
+        model = cast("PreTrainedModel", trainer.adapted.get_base_model())
     save_file(weights, temporary / _WEIGHTS, metadata={"format": "pt"})
     # Without an index vLLM takes every safetensors file of the folder for weights, the optimiser's too.
     size = sum(tensor.nbytes for tensor in weights.values())

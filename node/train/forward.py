@@ -35,7 +35,7 @@ def completion_logprobs(
     shortest = int(starts_B.min())
     rows_N, places_N = mask_BT.nonzero(as_tuple=True)
     targets_N = tokens_BL[rows_N, starts_B[rows_N] + places_N]
-    logprobs_N, entropy_N = _Chosen.apply(
+    logprobs_N, entropy_N = _Chosen.apply(  # type: ignore[no-untyped-call]  # torch gives it no types
         model(input_ids=tokens_BL, use_cache=False, logits_to_keep=tokens_BL.shape[1] - shortest + 1).logits,
         rows_N,
         starts_B[rows_N] - shortest + places_N,

@@ -20,7 +20,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -171,7 +171,7 @@ class Trainer:
     def _pass(self, batch: TrainingBatch) -> StepReport:
         """One update, or none. Leaves the version to the step."""
         began_s = time.perf_counter()
-        loss, sums, logprobs_BT = self._in_memory(lambda: self._accumulate(batch), _lengths(batch))
+        loss, sums, logprobs_BT = self._in_memory(lambda: self.accumulate(batch), _lengths(batch))
         grad_norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, self.settings.max_grad_norm))
         own_B = batch.own_lineage_B
         ess = ess_share(
@@ -207,6 +207,11 @@ class Trainer:
             gaps=gaps(batch, logprobs_BT),
         )
 
+    @property
+    def adapted(self) -> PeftModel:
+        """The model, where an adapter is trained."""
+        return cast("PeftModel", self.model)
+
     def learning_rate(self) -> float:
         """Learning rate of the next update, before it is scaled."""
         warmup = self.settings.warmup_steps
@@ -216,13 +221,13 @@ class Trainer:
         """A copy of what learns, for `Engine.update`: the weights by name, or the adapter (`adapter_state`).
         Later steps do not change it."""
         if self.settings.adapter is not None:
-            return adapter_state(self.model)
+            return adapter_state(self.adapted)
         return {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
 
     def learning(self) -> dict[str, Tensor]:
         """What learns, itself, by the names it is saved and published under; tied weights under one."""
         if self.settings.adapter is not None:
-            return adapter_tensors(self.model)
+            return adapter_tensors(self.adapted)
         return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
 
     def take(self, state: Mapping[str, Tensor], policy_version: int) -> None:
@@ -296,8 +301,9 @@ class Trainer:
         self.micro_batch_tokens = min(self.micro_batch_tokens, largest) // 2
         log.warning("out of memory; training goes on with %d tokens at a time", self.micro_batch_tokens)
 
-    def _accumulate(self, batch: TrainingBatch) -> tuple[float, RowSums, Tensor]:
-        """Gradients of the whole batch in `.grad`, its loss, what each row contributed, and log pi."""
+    def accumulate(self, batch: TrainingBatch) -> tuple[float, RowSums, Tensor]:
+        """Add the gradients of the whole batch to `.grad`. Its loss, what each row contributed, and log pi of
+        its completions. Changes no weights."""
         sums = RowSums.zeros(len(batch.treatments), self.device)
         kept_BT = torch.zeros(batch.mask_BT.shape)
         total = torch.zeros((), device=self.device)
@@ -421,9 +427,11 @@ class Trainer:
                 torch.cuda.empty_cache()
 
     def _move(self, device: torch.device) -> None:
-        self.model.to(device)
+        models: list[torch.nn.Module] = [self.model]
         if self._start is not None:
-            self._start.to(device)
+            models.append(self._start)
+        for model in models:
+            model.to(device)
         for entries in self.optimiser.state.values():
             for field, value in entries.items():
                 if isinstance(value, Tensor):
@@ -435,7 +443,7 @@ class Trainer:
         if self._start is not None:
             yield self._start
         else:
-            with self.model.disable_adapter():
+            with self.adapted.disable_adapter():
                 yield self.model
 
     @torch.no_grad()
@@ -460,7 +468,7 @@ def _optimiser(parameters: list[torch.nn.Parameter], settings: TrainSettings) ->
     if settings.optimiser == "adamw":
         return torch.optim.AdamW(parameters, fused=True, **options)
     try:
-        from bitsandbytes.optim import AdamW8bit
+        from bitsandbytes.optim import AdamW8bit  # type: ignore[attr-defined]  # not in its __all__
     except (ImportError, OSError, RuntimeError) as error:  # not installed, or its library does not load
         raise ConfigError(
             f"train.optimiser is 'adamw_8bit' and bitsandbytes cannot be used ({error}); pip install "

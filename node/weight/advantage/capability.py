@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
+from cachetools import FIFOCache
+
 from node.weight.advantage.numbers import STD_EPSILON, checked, clamp, has_signal, mean_std
 
 __all__ = ["CapabilityTracker", "capability_aware"]
@@ -68,18 +70,15 @@ class CapabilityTracker:
 
     def __init__(self, groups: int, max_agents: int = 4096) -> None:
         self._groups = groups
-        self._max_agents = max_agents
-        self._seen: dict[str, deque[float]] = {}
+        self._seen: FIFOCache[str, deque[float]] = FIFOCache(max_agents)
 
     def observe(self, agent: str, rewards: Sequence[float]) -> None:
         """Take in one group of `agent`, if its rewards differ."""
         if not has_signal(rewards):
             return
-        history = self._seen.pop(agent, None) or deque(maxlen=self._groups)
+        history = self._seen.get(agent) or deque(maxlen=self._groups)
         history.append(fmean(rewards))
-        self._seen[agent] = history
-        if len(self._seen) > self._max_agents:
-            del self._seen[next(iter(self._seen))]
+        self._seen[agent] = history  # observed last, forgotten last
 
     def value(self, agent: str) -> float:
         """P of `agent`."""

@@ -42,5 +42,5 @@ def batch(policy: Policy, groups: list[Any]) -> TrainingBatch:
 
 def gradients(trainer: Trainer, batch: TrainingBatch) -> dict[str, torch.Tensor]:
     """Of the loss of a step, by parameter."""
-    trainer._accumulate(batch)
+    trainer.accumulate(batch)
     return {name: parameter.grad.clone() for name, parameter in trainer.model.named_parameters()}

@@ -299,24 +299,27 @@ def test_logprobs_are_those_of_an_engine_with_the_same_weights(policy: Policy) -
 # --- too little memory -------------------------------------------------------------------------------------
 
 
-def short_of_memory(trainer: Trainer, rows_that_fit: int) -> list[int]:
+def short_of_memory(monkeypatch: pytest.MonkeyPatch, trainer: Trainer, rows_that_fit: int) -> list[int]:
     """Make `trainer` fail above so many rows at a time; returns the sizes it tries, as it tries them."""
     tried: list[int] = []
-    real = trainer._micro_loss
+    real = step.completion_logprobs
 
-    def limited(batch: TrainingBatch, rows: torch.Tensor, *rest: Any) -> torch.Tensor:
-        tried.append(len(rows))
-        if len(rows) > rows_that_fit:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return real(batch, rows, *rest)
+    def limited(model: torch.nn.Module, tokens_BL: torch.Tensor, *rest: Any) -> Any:
+        if model is trainer.model:
+            tried.append(len(tokens_BL))
+            if len(tokens_BL) > rows_that_fit:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(model, tokens_BL, *rest)
 
-    trainer._micro_loss = limited  # type: ignore[method-assign]
+    monkeypatch.setattr(step, "completion_logprobs", limited)
     return tried
 
 
-def test_out_of_memory_halves_the_micro_batch_for_good(policy: Policy, batch: TrainingBatch) -> None:
+def test_out_of_memory_halves_the_micro_batch_for_good(
+    policy: Policy, batch: TrainingBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     small, plain = Trainer(policy, SETTINGS), Trainer(policy, SETTINGS)
-    tried = short_of_memory(small, 6)
+    tried = short_of_memory(monkeypatch, small, 6)
     first, expected = small.step(batch), plain.step(batch)
     assert tried[0] == 20  # all rows at once
     assert max(tried[-3:]) <= 6
@@ -351,12 +354,12 @@ def test_a_failure_in_the_middle_starts_from_clean_gradients(
 
 
 def test_no_memory_for_one_rollout_is_an_error_that_leaves_every_byte(
-    policy: Policy, batch: TrainingBatch
+    policy: Policy, batch: TrainingBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = Trainer(policy, SETTINGS)
     trainer.step(batch)
     before = snapshot(trainer)
-    tried = short_of_memory(trainer, 0)
+    tried = short_of_memory(monkeypatch, trainer, 0)
     with pytest.raises(
         OutOfMemoryError, match=r"no memory for a pass over one rollout of 1\d tokens; set policy"
     ):
@@ -417,7 +420,6 @@ def test_only_the_adapter_learns_and_the_start_is_without_it(
 ) -> None:
     trainer = Trainer(policy, LORA)
     start = {name: tensor.clone() for name, tensor in policy.load_model().named_parameters()}
-    assert trainer._start is None
     state = trainer.state_dict()
     assert set(state) == {name for name in state if ".lora_" in name}
     first = trainer.step(batch)

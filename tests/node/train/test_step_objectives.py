@@ -128,16 +128,14 @@ def test_lags_are_those_of_each_token_or_of_the_group(policy: Policy, make_train
         for group, rows in ((own, versions), (foreign, [np.zeros_like(e.tokens_T) for e in foreign.rollouts]))
     )
     batch = collate([own, follower, foreign], SETTINGS.weight, policy)
-    trainer = Trainer(policy, SETTINGS, policy_version=6)
-    rows = torch.arange(12)
-    inputs = trainer._inputs(batch, rows, torch.zeros(batch.mask_BT.shape))
+    lags_BT = batch.lags(6)
     for row, expected in enumerate(versions):
         # a version the trainer does not have yet counts as its own
-        assert inputs.lags_BT[row, : len(expected)].tolist() == [max(0, 6 - each) for each in expected]
-    assert (inputs.lags_BT[4:8][batch.mask_BT[4:8]] == 2).all()
-    assert (inputs.lags_BT[8:][batch.mask_BT[8:]] == 5).all()  # versions of another lineage say nothing
+        assert lags_BT[row, : len(expected)].tolist() == [max(0, 6 - each) for each in expected]
+    assert (lags_BT[4:8][batch.mask_BT[4:8]] == 2).all()
+    assert (lags_BT[8:][batch.mask_BT[8:]] == 5).all()  # versions of another lineage say nothing
     assert (batch.versions_BT[4:] == -1).all()
-    assert inputs.rewards_B.tolist() == pytest.approx([*own.rewards, *follower.rewards, *foreign.rewards])
+    assert batch.rewards_B.tolist() == pytest.approx([*own.rewards, *follower.rewards, *foreign.rewards])
 
 
 def test_old_log_probabilities_of_the_batch_reach_the_objective(
