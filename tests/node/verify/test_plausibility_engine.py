@@ -33,7 +33,7 @@ def generate(world: World, author: str, policy: Policy, engine: TransformersEngi
 
 def item_of(group: RolloutGroup) -> Item:
     arrays = tuple(parse_tokens(each) for each in group.rollouts)
-    return Item(group.author, announcement_of(group, b"body"), EPOCH_MS, EPOCH_MS, group, arrays)
+    return Item(group.author, announcement_of(group, b"body"), EPOCH_MS, "d" * 64, group, arrays)
 
 
 def test_own_and_foreign_engines(world, alice, tiny_policy_path: Path, other_policy_path: Path):
