@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CheckpointState",
     "checkpoints_of",
+    "learned_weights",
     "load_checkpoint",
     "prune",
     "read_state",
@@ -222,6 +223,15 @@ def read_state(folder: Path) -> CheckpointState:
         raise ModelError(f"{folder} is not a complete checkpoint: {error}") from error
 
 
+def learned_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """What was trained: all weights, or the adapter's. Raises ModelError when they cannot be read."""
+    path = folder / (_WEIGHTS if read_state(folder).adapter is None else _ADAPTER)
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{folder} is not a complete checkpoint: {error}") from error
+
+
 def load_checkpoint(trainer: Trainer, folder: Path) -> CheckpointState:
     """Put weights, optimiser, counters and the random state of `folder` into `trainer`, whose policy must be
     the one the checkpoint began with (its start copy stays the start). Raises ModelError, or ConfigError when
@@ -233,8 +243,8 @@ def load_checkpoint(trainer: Trainer, folder: Path) -> CheckpointState:
             f"{trainer.policy.base_model[:12]}; open the policy it began with."
         )
     _refuse_other_training(trainer, state, folder)
+    saved = learned_weights(folder)
     try:
-        saved = load_file(folder / (_WEIGHTS if state.adapter is None else _ADAPTER))
         moments = load_file(folder / _OPTIMISER)
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{folder} is not a complete checkpoint: {error}") from error

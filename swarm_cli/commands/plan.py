@@ -13,7 +13,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -96,6 +96,8 @@ def plan(
 
     place = Home(resolve(None, None, home).home).run(run)
     measured = measure(place.metrics)
+    if update_mb is None and measured.update_bytes is None:
+        measured = _measure_checkpoints(place, measured)
     given = {
         "--step-s": _positive("--step-s", step_s, measured.step_s),
         "--groups": _positive("--groups", groups, measured.groups),
@@ -214,6 +216,23 @@ def _measured(
     )
 
 
+def _measure_checkpoints(place: RunDir, measured: Measured) -> Measured:
+    """With the size of an update between the newest checkpoints of a run that nobody followed: its node coded
+    nothing. `measured` as it is where there are not two."""
+    if not measured.steps or not place.checkpoints.is_dir():
+        return measured
+    from node.weights.update_size import update_between_checkpoints
+
+    found = update_between_checkpoints(place.checkpoints)
+    if found is None:
+        return measured
+    err.print(
+        f"nobody followed this run: an update is taken to be that from v{found.older} to v{found.newer}, "
+        "which is more than that of one step"
+    )
+    return replace(measured, update_bytes=found.update_bytes, full_bytes=found.full_bytes)
+
+
 def _configured_mbit(place: RunDir) -> float | None:
     """The upload that the run's configuration allows, None where it says nothing."""
     if not place.config.is_file():
@@ -243,9 +262,7 @@ def _complete(values: dict[str, float | None], place: RunDir) -> dict[str, float
     if missing:
         why = "does not say all that a plan needs" if place.metrics.is_file() else "does not exist"
         if missing == ["--update-mb"]:
-            why = (
-                "has no published version, since nobody followed this run (`swarm bench codec` measures one)"
-            )
+            why = "has no published version, since nobody followed this run, and no two checkpoints"
         raise ConfigError(f"{place.metrics} {why}; give {', '.join(missing)}")
     return {flag: value for flag, value in values.items() if value is not None}
 
