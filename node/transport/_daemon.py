@@ -85,7 +85,8 @@ class Session:
 
             @staticmethod
             def _make_process_args(*args: Any, **kwargs: Any) -> list[str]:
-                return P2P._make_process_args(*args, **kwargs, pubsub=True)
+                arguments: list[str] = P2P._make_process_args(*args, **kwargs, pubsub=True)
+                return arguments
 
         loopback = "/127." in listen or "/ip6/::1/" in listen
         try:

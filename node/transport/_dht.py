@@ -76,11 +76,14 @@ def unwrap(stored: bytes) -> tuple[str, bytes]:
 class _Storage(DHTLocalStorage):
     """hivemind's storage without sub-keys, where only a later expiry replaces a record."""
 
+    expiration_heap: list[Any]
+    """hivemind's entries by expiry, those of replaced records among them."""
+
     def store(self, key: DHTID, value: bytes, expiration_time: float, subkey: object = None) -> bool:
         held = self.get(key)
         if subkey is not None or (held is not None and held.expiration_time >= expiration_time):
             return False
-        stored = super().store(key, value, expiration_time)
+        stored: bool = super().store(key, value, expiration_time)
         if len(self.expiration_heap) > 2 * len(self.data) + 1024:  # entries of replaced records pile up
             self.expiration_heap = list(self.key_to_heap.values())
             heapq.heapify(self.expiration_heap)

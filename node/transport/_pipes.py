@@ -7,6 +7,7 @@ never reads blocks its sender, as TCP would.
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable
 
 from node.transport.streams import ByteChannel
@@ -99,7 +100,7 @@ class MemoryChannel(ByteChannel):
             if self._closed:
                 raise TransportError("the stream is closed")
             self._outbound.announce(len(piece))
-            self._carry(self._outbound, len(piece), lambda piece=piece: self._outbound.feed(piece))
+            self._carry(self._outbound, len(piece), functools.partial(self._outbound.feed, piece))
 
     def close(self) -> None:
         if self._closed:

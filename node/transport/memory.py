@@ -389,7 +389,7 @@ class MemoryTransport(Transport):
                 self._network.send_message(
                     self.peer_id,
                     other.peer_id,
-                    lambda other=other: other._heard(message, came_from=self.peer_id),
+                    functools.partial(other._heard, message, came_from=self.peer_id),
                 )
 
     def _heard(self, message: _Message, came_from: PeerId) -> None:
