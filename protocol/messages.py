@@ -24,10 +24,8 @@ from protocol.constants import (
     MAX_CHUNK_BYTES,
     MAX_CHUNKS,
     MAX_COMMITMENT_BYTES,
-    MAX_CONTRIBUTIONS,
     MAX_ENVIRONMENTS,
     MAX_GROUP_ROLLOUTS,
-    MAX_REMOVED_TAGS,
     MAX_REVOKED_TOKENS,
     MAX_REWARD_COMPONENTS,
     MAX_ROLLOUT_TOKENS,
@@ -63,9 +61,6 @@ __all__ = [
     "Lineage",
     "LinkKind",
     "MemberToken",
-    "MergeRemoval",
-    "MergeReply",
-    "MergeRequest",
     "Millis",
     "ModelSpec",
     "Name",
@@ -87,7 +82,6 @@ __all__ = [
     "Sampling",
     "Segment",
     "SignedLink",
-    "SignedRemoval",
     "TokenizerSpec",
     "Uint",
     "VerificationRules",
@@ -503,51 +497,6 @@ class ChunksReply(Record, frozen=True):
 
     hashes: Annotated[bytes, Meta(max_length=32 * MAX_CHUNKS)]
     have: Annotated[bytes, Meta(max_length=MAX_CHUNKS // 8)]
-
-
-# --- broadcast: trainer <-> trainer -------------------------------------------------------------------------
-
-
-class MergeRemoval(Record, frozen=True):
-    """author -> everybody: these contributions of mine count no more. Names all that its author has added on
-    this base, so that no older one comes back where the newest has not arrived."""
-
-    author: PeerId
-    base: Digest
-    tags: Annotated[tuple[Digest, ...], Meta(min_length=1, max_length=MAX_REMOVED_TAGS)]
-    created_at: Millis
-
-
-class SignedRemoval(Record, frozen=True):
-    """A removal as its author signed it. `removal` holds a canonical MergeRemoval."""
-
-    removal: Annotated[bytes, Meta(max_length=4096)]
-    signature: Annotated[bytes, Meta(min_length=64, max_length=64)]
-
-
-class MergeRequest(Record, frozen=True):
-    """trainer -> trainer of the same base model: all that you hold, unless your set is `held`, the asker's
-    own, or `taken`, the one that the asker took from here last; its own is another one where it does not
-    admit every author."""
-
-    base_model: Digest
-    base: Digest
-    """Hash of the weights that all contributions start from."""
-    rule: Digest
-    held: Digest
-    taken: Digest
-
-
-class MergeReply(Record, frozen=True):
-    """The answer: how many SignedLinks and, after them, SignedRemovals follow, one a frame. None where `base`
-    or `rule` differ from those of the request."""
-
-    base: Digest
-    rule: Digest
-    held: Digest
-    """Names the answering set: all that it holds."""
-    links: Annotated[int, Meta(ge=0, le=MAX_CONTRIBUTIONS)]
-    removals: Annotated[int, Meta(ge=0, le=MAX_CONTRIBUTIONS)]
 
 
 # --- network: node <-> node ---------------------------------------------------------------------------------

@@ -21,17 +21,8 @@ from protocol.delta import max_delta_bytes, read_header, weights_digest
 from protocol.errors import TransportError
 from protocol.identity import Identity
 from protocol.links import MAX_SIGNED_LINK_BYTES, decode_link, sign_link
-from protocol.messages import (
-    ChunkedBlob,
-    Lineage,
-    LinkKind,
-    MergeRemoval,
-    MergeReply,
-    MergeRequest,
-    SignedLink,
-    SignedRemoval,
-    WeightsLink,
-)
+from protocol.merge_messages import MergeRemoval, MergeReply, MergeRequest, SignedRemoval
+from protocol.messages import ChunkedBlob, Lineage, LinkKind, SignedLink, WeightsLink
 from protocol.topics import MERGE_PROTOCOL
 from tests.node.weights.lineage import SWARM, WINDOW_MS, identity_of, lineage_of
 from tests.node.weights.merging import EVERY, RULE, SETTLE_S, Swarm, Trainer

@@ -12,6 +12,7 @@ from protocol.codec import encode
 from protocol.envelope import seal
 from protocol.identity import Identity
 from protocol.links import sign_link
+from protocol.merge_messages import MergeRemoval, MergeReply, MergeRequest, SignedRemoval
 from protocol.receipts import prove, slot_digest
 from protocol.rollouts import single_turn
 
@@ -149,7 +150,7 @@ LINK = m.WeightsLink(
     blob=BLOB,
     created_at=NOW_MS,
 )
-REMOVAL = m.MergeRemoval(IDENTITY.peer_id, base="1" * 64, tags=("8" * 64, "9" * 64), created_at=NOW_MS)
+REMOVAL = MergeRemoval(IDENTITY.peer_id, base="1" * 64, tags=("8" * 64, "9" * 64), created_at=NOW_MS)
 HAVE = tuple(m.EnvironmentPin(spec.name, spec.pin) for spec in CHARTER.environments)
 RECORDS: tuple[m.Record, ...] = (
     CHARTER,
@@ -172,9 +173,9 @@ RECORDS: tuple[m.Record, ...] = (
     m.ChunksRequest("f" * 64),
     m.ChunksReply(bytes(7 * 32), b"\x15"),
     REMOVAL,
-    m.SignedRemoval(encode(REMOVAL), bytes(64)),
-    m.MergeRequest(base_model="a" * 64, base="1" * 64, rule="3" * 64, held="4" * 64, taken="5" * 64),
-    m.MergeReply(base="1" * 64, rule="3" * 64, held="6" * 64, links=2, removals=1),
+    SignedRemoval(encode(REMOVAL), bytes(64)),
+    MergeRequest(base_model="a" * 64, base="1" * 64, rule="3" * 64, held="4" * 64, taken="5" * 64),
+    MergeReply(base="1" * 64, rule="3" * 64, held="6" * 64, links=2, removals=1),
 )
 
 

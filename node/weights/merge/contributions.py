@@ -27,15 +27,8 @@ from protocol.constants import MAX_CONTRIBUTIONS, MAX_REMOVED_TAGS
 from protocol.errors import LocalProtocolError, RemoteProtocolError, SignatureError
 from protocol.identity import Identity, verify
 from protocol.links import open_link
-from protocol.messages import (
-    Digest,
-    LinkKind,
-    MergeRemoval,
-    PeerId,
-    SignedLink,
-    SignedRemoval,
-    WeightsLink,
-)
+from protocol.merge_messages import MergeRemoval, SignedRemoval
+from protocol.messages import Digest, LinkKind, PeerId, SignedLink, WeightsLink
 
 __all__ = [
     "MAX_SIGNED_REMOVAL_BYTES",

@@ -33,7 +33,8 @@ from protocol.codec import decode, encode
 from protocol.constants import MAX_CONTRIBUTIONS
 from protocol.errors import DeadlineError, FreshnessError, LimitError, RemoteProtocolError, TransportError
 from protocol.links import MAX_SIGNED_LINK_BYTES, decode_link
-from protocol.messages import Digest, MergeReply, MergeRequest, PeerId, SignedLink, SignedRemoval
+from protocol.merge_messages import MergeReply, MergeRequest, SignedRemoval
+from protocol.messages import Digest, PeerId, SignedLink
 from protocol.topics import MERGE_PROTOCOL
 
 __all__ = ["MergeExchange"]

@@ -21,15 +21,8 @@ from protocol.constants import MAX_REMOVED_TAGS
 from protocol.errors import DecodeError, LocalProtocolError, RemoteProtocolError, SignatureError
 from protocol.identity import Identity
 from protocol.links import sign_link
-from protocol.messages import (
-    ChunkedBlob,
-    Lineage,
-    LinkKind,
-    MergeRemoval,
-    SignedLink,
-    SignedRemoval,
-    WeightsLink,
-)
+from protocol.merge_messages import MergeRemoval, SignedRemoval
+from protocol.messages import ChunkedBlob, Lineage, LinkKind, SignedLink, WeightsLink
 
 SWARM, MODEL, BASE, OTHER = "5" * 64, "1" * 64, "b" * 64, "c" * 64
 AUTHORS = [Identity.from_seed(bytes([k]) * 32) for k in range(5)]
