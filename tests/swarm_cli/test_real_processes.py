@@ -219,6 +219,10 @@ def test_run_ends_by_itself_and_again_in_the_same_home(start: Start, tmp_path: P
         assert code == 0, err
         assert json.loads(out)["NodeStopped"]["reason"] == "steps done"
         assert f"tail -F {tmp_path}/runs/latest/metrics.jsonl" in err
+    ran = json.loads((tmp_path / "runs/latest/config.json").read_bytes())
+    policy, train, supervise = ran["policy"], ran["train"], ran["supervise"]
+    assert (policy["device"], policy["tuning"], policy["sharing"]) == ("cpu", "full", "concurrent")
+    assert (train["optimiser"], supervise["enabled"]) == ("adamw", True)
 
 
 def test_a_second_ctrl_c_does_not_wait_for_the_work_in_flight(start: Start, tmp_path: Path) -> None:
