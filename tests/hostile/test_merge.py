@@ -194,7 +194,7 @@ async def with_another_base(swarm: Trio, stream: Stream) -> None:
 async def a_byte_every_ten_seconds(swarm: Trio, stream: Stream) -> None:
     await reply(swarm, stream, **ONE)
     while True:
-        await stream._channel.write(b"\0")  # noqa: SLF001 - no other way to write half a frame
+        await stream.channel.write(b"\0")
         await asyncio.sleep(10.0)
 
 
