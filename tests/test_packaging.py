@@ -79,7 +79,7 @@ def test_what_is_required_is_imported_and_the_other_way_round() -> None:
     required = {canonicalize_name(requirement.name) for requirement in requirements(*users)}
     known = packages_distributions() | PROVIDERS
     used = {canonicalize_name(name) for module in imported() for name in known.get(module, [module])[:1]}
-    assert required - used - NOT_IMPORTED.keys() - {"cachetools"} == set()  # caches are moving to it
+    assert required - used - NOT_IMPORTED.keys() == set()
     assert used - required - INSTALLED_BY_OTHERS.keys() == set()
 
 
