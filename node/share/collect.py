@@ -123,6 +123,8 @@ class Collector:
         """In order of arrival."""
         self._changed = asyncio.Event()
         self._fetching: Counter[PeerId] = Counter()
+        self._under_way: list[Heard] = []
+        """What is being fetched, until verification has it."""
         self._rests = Backoff[PeerId](REST_S, MAX_REST_S, max_keys=AUTHORS)
         pool.after_draw = self._changed.set
 
@@ -170,6 +172,7 @@ class Collector:
                 continue
             author = heard.sender
             self._fetching[author] += 1
+            self._under_way.append(heard)
             try:
                 with self.gauge.working():
                     body = await fetch_body(self._gossip.transport, author, heard, self._timeout_s)
@@ -189,6 +192,8 @@ class Collector:
                     await self.fetched.put(Candidate(heard, body))
             finally:
                 self._fetching -= Counter({author: 1})  # without those at zero
+                self._under_way.remove(heard)
+                self._changed.set()  # later answers to that prompt may be fetched now
 
     def _rest(self, author: PeerId) -> None:
         """Leave an author alone for a while after a failure."""
@@ -196,14 +201,17 @@ class Collector:
         asyncio.get_running_loop().call_later(rest_s, self._changed.set)
 
     def _choose(self) -> Heard | None:
-        """The newest offer of the author with the fewest groups waiting, while there is need."""
+        """The newest offer of the author with the fewest groups waiting, while there is need; first whoever
+        answered that prompt before, since of a copy and its original both must be here to be told apart."""
         if self.need <= 0:
             return None
         now_s = self._runtime.monotonic_s()
         newest = {
             author: heard
             for author in tuple(self._offers)
-            if not self._rests.ready_in_s(author, now_s) and (heard := self._newest(author)) is not None
+            if not self._rests.ready_in_s(author, now_s)
+            and (heard := self._newest(author)) is not None
+            and not any(_answers_the_same(each, heard) for each in self._under_way)
         }
         if not newest:
             return None
@@ -211,8 +219,11 @@ class Collector:
         def load(author: PeerId) -> tuple[int, int]:
             return self._pool.unused(author) + self._fetching[author], -newest[author].arrived_at
 
-        chosen = min(newest, key=load)
-        return self._offers[chosen].pop()
+        chosen = newest[min(newest, key=load)]
+        same = [each for author in newest for each in self._offers[author] if _answers_the_same(each, chosen)]
+        first = min([chosen, *same], key=lambda heard: heard.arrived_at)
+        self._offers[first.sender].remove(first)
+        return first
 
     def _newest(self, author: PeerId) -> Heard | None:
         """What this author offered last of what is still fresh; the rest behind it is forgotten."""
@@ -223,3 +234,9 @@ class Collector:
             return offers[-1]
         del self._offers[author]
         return None
+
+
+def _answers_the_same(left: Heard, right: Heard) -> bool:
+    """Whether two authors announce answers to one prompt in one window."""
+    here, there = left.announcement.prompt, right.announcement.prompt
+    return left.sender != right.sender and (here.window, here.index) == (there.window, there.index)

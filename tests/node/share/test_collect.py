@@ -128,8 +128,9 @@ class Desk:
         body: bytes | None = None,
         size: int | None = None,
         rewards: tuple[float, ...] = (0.0, 1.0),
+        index: int | None = None,
     ) -> Heard:
-        """An announcement of `author`, later than the one before."""
+        """An announcement of `author`, later than the one before; of a prompt of its own without `index`."""
         body = f"body {author} {slot}".encode() if body is None else body
         self.bodies[digest(body)] = body
         said = Announcement(
@@ -137,7 +138,7 @@ class Desk:
             0,
             mean_version=0,
             oldest_version=0,
-            prompt=PromptRef(0, slot, 0),
+            prompt=PromptRef(0, slot, self.arrivals if index is None else index),
             completions="c" * 64,
             rewards=rewards,
             body=BlobRef(digest(body), len(body) if size is None else size),
@@ -202,6 +203,34 @@ def test_the_author_with_the_fewest_groups_waiting_comes_first_then_the_newest()
         assert desk.fetched() == [(alice, 1), (alice, 0), (bob, 2), (bob, 0)]
 
     desk(test)
+
+
+@pytest.mark.parametrize("parallel", [1, 4])
+def test_whoever_answered_a_prompt_first_is_fetched_before_whoever_may_have_copied_it(parallel: int) -> None:
+    async def test(desk: Desk) -> None:
+        alice, copier = await desk.author("alice"), await desk.author("copier")
+        desk.pool_in(alice)  # else need would choose her by itself
+        desk.offer(alice, 0, index=700)
+        desk.offer(alice, 1)
+        desk.offer(copier, 5, index=700)
+        await desk.pause()
+        fetched = desk.fetched()
+        assert fetched[0] == (alice, 0)
+        assert sorted(fetched[1:]) == sorted([(copier, 5), (alice, 1)])
+
+    desk(test, parallel=parallel)
+
+
+def test_an_author_that_serves_nothing_holds_nobody_up_who_answered_the_same() -> None:
+    async def test(desk: Desk) -> None:
+        silent, alice = await desk.author("silent", stalls), await desk.author("alice")
+        desk.offer(silent, 0, index=700)
+        desk.offer(alice, 1, index=700)
+        await desk.pause(then=TIMEOUT_S + 1)
+        assert desk.fetched() == [(alice, 1)]
+        assert desk.refusals.counters() == {(silent, "deadline"): 1}
+
+    desk(test, parallel=4)
 
 
 def test_no_more_is_fetched_than_the_pool_needs() -> None:
