@@ -8,15 +8,18 @@ failure is `OSError`, `EOFError` (an early end) or `ControlError`; deadlines are
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 
 from google.protobuf.message import Message
 from hivemind.p2p import PeerID
+from hivemind.p2p.p2p_daemon_bindings.utils import write_pbmsg
 from hivemind.proto import p2pd_pb2
 from hivemind.utils.multiaddr import Multiaddr
 
-__all__ = ["Control", "ControlError", "DaemonPeer", "SocketPair", "read_message"]
+from node.transport.base import ConnectedPeer
+from protocol.messages import PeerId
+
+__all__ = ["Control", "ControlError", "SocketPair", "read_message"]
 
 MAX_CONTROL_BYTES = 4 * 1024 * 1024
 _MAX_VARINT_BYTES = 5
@@ -26,16 +29,6 @@ SocketPair = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 class ControlError(Exception):
     """The daemon refused a request; its own words."""
-
-
-class DaemonPeer:
-    """A peer as the daemon lists it."""
-
-    __slots__ = ("addresses", "peer_id")
-
-    def __init__(self, info: p2pd_pb2.PeerInfo) -> None:
-        self.peer_id = PeerID(info.id).to_base58()
-        self.addresses = tuple(str(Multiaddr(address)) for address in info.addrs)
 
 
 class Control:
@@ -56,9 +49,13 @@ class Control:
         request.connect.timeout = max(1, round(timeout_s))
         await self._request(request)
 
-    async def peers(self) -> tuple[DaemonPeer, ...]:
+    async def peers(self) -> tuple[ConnectedPeer, ...]:
         response = await self._request(_request("LIST_PEERS"))
-        return tuple(DaemonPeer(info) for info in response.peers)
+        addresses: dict[PeerId, list[str]] = {}
+        for info in response.peers:
+            known = addresses.setdefault(PeerID(info.id).to_base58(), [])
+            known += [str(Multiaddr(address)) for address in info.addrs]
+        return tuple(ConnectedPeer(peer_id, tuple(each)) for peer_id, each in addresses.items())
 
     async def publish(self, topic: str, data: bytes) -> None:
         request = _request("PUBSUB")
@@ -91,8 +88,11 @@ class Control:
         return await self._open(request)
 
     async def _request(self, request: p2pd_pb2.Request) -> p2pd_pb2.Response:
-        async with self._connection() as (reader, writer):
+        reader, writer = await asyncio.open_unix_connection(self._path)
+        try:
             return await _exchange(reader, writer, request)
+        finally:
+            writer.transport.abort()
 
     async def _open(self, request: p2pd_pb2.Request) -> SocketPair:
         reader, writer = await asyncio.open_unix_connection(self._path)
@@ -102,14 +102,6 @@ class Control:
             writer.transport.abort()
             raise
         return reader, writer
-
-    @asynccontextmanager
-    async def _connection(self) -> AsyncIterator[SocketPair]:
-        reader, writer = await asyncio.open_unix_connection(self._path)
-        try:
-            yield reader, writer
-        finally:
-            writer.transport.abort()
 
 
 async def read_message(
@@ -136,15 +128,7 @@ def _request(kind: str) -> p2pd_pb2.Request:
 async def _exchange(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: p2pd_pb2.Request
 ) -> p2pd_pb2.Response:
-    body = request.SerializeToString()
-    prefix = bytearray()
-    length = len(body)
-    while length >= 0x80:
-        prefix.append(length & 0x7F | 0x80)
-        length >>= 7
-    prefix.append(length)
-    writer.write(bytes(prefix) + body)
-    await writer.drain()
+    await write_pbmsg(writer, request)
     response = p2pd_pb2.Response()
     await read_message(reader, response)
     if response.type == p2pd_pb2.Response.ERROR:

@@ -59,8 +59,9 @@ class Session:
         self.dead = False
         self.channels: set[SocketChannel] = set()
         """Open streams, both ways."""
+        self.scopes: set[asyncio.Timeout] = set()
+        """Timeout scopes of the calls under way; they end at once when the stack dies."""
         self._p2p = p2p
-        self._scopes: set[asyncio.Timeout] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._broken = asyncio.Event()
         self._broken_reason = ""
@@ -130,13 +131,6 @@ class Session:
         task.add_done_callback(ended)
         return task
 
-    def enter(self, scope: asyncio.Timeout) -> None:
-        """A call is under way; when the stack dies, its timeout scope ends at once."""
-        self._scopes.add(scope)
-
-    def leave(self, scope: asyncio.Timeout) -> None:
-        self._scopes.discard(scope)
-
     def break_down(self, reason: str) -> None:
         """Declare this session dead."""
         self._broken_reason = self._broken_reason or reason
@@ -176,7 +170,7 @@ class Session:
         """End every call, task, process and file of this session, within about 3 s."""
         self.dead = True
         now_s = asyncio.get_running_loop().time()
-        for scope in self._scopes:
+        for scope in self.scopes:
             if not scope.expired():
                 scope.reschedule(now_s)
         for channel in list(self.channels):

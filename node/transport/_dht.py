@@ -26,7 +26,7 @@ from hivemind.p2p import P2P, PeerID
 from hivemind.proto import dht_pb2
 
 from node.transport.base import RecordValidator, TransportLimits
-from node.transport.limits import OTHER_PEERS, KeyedTokenBuckets, Refusals
+from node.transport.limits import OTHER_PEERS, Refusals
 from protocol.constants import MAX_DHT_RECORD_BYTES
 from protocol.errors import DecodeError, LimitError, RemoteProtocolError
 from protocol.messages import PeerId
@@ -130,12 +130,7 @@ class DhtGuard:
 
     def __init__(self, limits: TransportLimits, refusals: Refusals) -> None:
         self._refusals = refusals
-        self._buckets = KeyedTokenBuckets(
-            limits.dht_keys_per_s,
-            limits.dht_burst,
-            newcomers_per_s=limits.newcomers_per_s,
-            newcomer_burst=limits.newcomer_burst,
-        )
+        self._buckets = limits.buckets(limits.dht_keys_per_s, limits.dht_burst)
 
     def handler(self, request_type: type[Any], inner: UnaryHandler) -> UnaryHandler:
         """`inner` for requests that are within rate and shape. hivemind tells the peer what is raised."""

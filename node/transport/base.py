@@ -13,12 +13,14 @@ suite, `tests/node/transport/test_contract.py`, runs over all of them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
-from node.transport.limits import Refusals
-from protocol.constants import MAX_FRAME_BYTES
+from node.transport.limits import Refusals, TransportLimits
+from node.transport.streams import Stream, StreamHandler
+from protocol.constants import MAX_DHT_RECORD_BYTES, MAX_ENVELOPE_BYTES
+from protocol.errors import LocalProtocolError, RemoteProtocolError
 from protocol.messages import PeerId
 
 __all__ = [
@@ -29,6 +31,8 @@ __all__ = [
     "StreamHandler",
     "Transport",
     "TransportLimits",
+    "require_publishable",
+    "require_storable",
 ]
 
 
@@ -48,63 +52,6 @@ class ConnectedPeer:
     addresses: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class TransportLimits:
-    """Caps that hold per remote peer, before any decoding."""
-
-    streams_per_peer: int = 8
-    """Streams one peer may have open towards us at a time; a further one is closed at once."""
-    streams: int = 256
-    """The same over all peers, so that invented identities cannot exhaust file descriptors."""
-    stream_opens_per_s: float = 50.0
-    stream_burst: int = 100
-    messages_per_s: float = 50.0
-    """Gossip messages per second and sender (token bucket), dropped and counted above it."""
-    message_burst: int = 200
-    newcomers_per_s: float = 50.0
-    """Senders never heard before that are let in per second: identities are free, attention is not."""
-    newcomer_burst: int = 1000
-    queue_messages: int = 1024
-    """Messages one subscription keeps for a slow reader; the oldest are dropped and counted."""
-    queue_bytes: int = 16 * 1024 * 1024
-    dht_keys_per_s: float = 50.0
-    """DHT keys per second that one peer may ask for or store (token bucket); refused and counted above it."""
-    dht_burst: int = 1000
-    dht_records: int = 4096
-    """Records of other peers that this node keeps for the DHT; those that expire first leave first."""
-    stream_timeout_s: float = 20.0
-    """Deadline of one frame, and of one stream handler as a whole unless it was served with another: a peer
-    that sends a byte per ten seconds ends here."""
-    dht_timeout_s: float = 10.0
-    connect_timeout_s: float = 10.0
-
-
-class Stream(ABC):
-    """A bidirectional stream of length-prefixed frames with one remote peer."""
-
-    peer_id: PeerId
-
-    @property
-    def ready(self) -> bool:
-        """Whether the next `send` is known not to wait."""
-        return False
-
-    @abstractmethod
-    async def send(self, *frames: bytes) -> None:
-        """Send these frames, in one write. Raises `LocalProtocolError` for one above MAX_FRAME_BYTES,
-        `TransportError` when closed."""
-
-    @abstractmethod
-    async def receive(self, max_bytes: int = MAX_FRAME_BYTES) -> bytes:
-        """Receive one frame. A declared length above `max_bytes` raises `LimitError` before any allocation;
-        a stream that ends early raises `TransportError`."""
-
-    @abstractmethod
-    async def close(self) -> None:
-        """Close both directions; never raises."""
-
-
-StreamHandler = Callable[[Stream], Awaitable[None]]
 RecordValidator = Callable[[str, bytes, int], None]
 """`(key, value, expires_at_ms)`: raises RemoteProtocolError to refuse a DHT record."""
 
@@ -115,6 +62,8 @@ class Transport(ABC):
     peer_id: PeerId
     refusals: Refusals
     """What was refused so far, by peer and reason; the node's book about peers counts on in it."""
+    restarts: int
+    """How often the network stack died and was rebuilt."""
 
     @abstractmethod
     async def start(self) -> None:
@@ -171,7 +120,23 @@ class Transport(ABC):
         """Refusals so far by (peer, reason)."""
         return self.refusals.counters()
 
-    @property
-    @abstractmethod
-    def restarts(self) -> int:
-        """How often the network stack died and was rebuilt."""
+
+def require_publishable(data: bytes) -> None:
+    """Raise `LocalProtocolError` for a message that other nodes would drop."""
+    if len(data) > MAX_ENVELOPE_BYTES:
+        raise LocalProtocolError(f"a message of {len(data)} bytes is above the cap of {MAX_ENVELOPE_BYTES}")
+
+
+def require_storable(validate: RecordValidator | None, key: str, value: bytes, expires_at: int) -> None:
+    """Raise `LocalProtocolError` for a record that other nodes would refuse."""
+    if len(value) > MAX_DHT_RECORD_BYTES:
+        raise LocalProtocolError(
+            f"the DHT record {key} has {len(value)} bytes, the cap is {MAX_DHT_RECORD_BYTES}; "
+            "large values go over streams"
+        )
+    if validate is None:
+        return
+    try:
+        validate(key, value, expires_at)
+    except RemoteProtocolError as error:
+        raise LocalProtocolError(f"other nodes would refuse our DHT record {key}: {error}") from error

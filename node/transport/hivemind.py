@@ -18,7 +18,7 @@ import logging
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -40,20 +40,13 @@ from node.transport.base import (
     StreamHandler,
     Transport,
     TransportLimits,
+    require_publishable,
+    require_storable,
 )
 from node.transport.limits import Refusals
-from node.transport.records import require_storable
-from node.transport.streams import FramedStream, StreamGate
+from node.transport.streams import StreamGate
 from node.transport.subscription import Subscription
-from protocol.constants import MAX_ENVELOPE_BYTES
-from protocol.errors import (
-    AddressError,
-    DeadlineError,
-    KeyFileError,
-    LocalProtocolError,
-    SignatureError,
-    TransportError,
-)
+from protocol.errors import AddressError, DeadlineError, KeyFileError, SignatureError, TransportError
 from protocol.identity import Identity, public_key
 from protocol.messages import PeerId
 
@@ -104,7 +97,7 @@ class HivemindTransport(Transport):
         self._handlers: dict[str, tuple[StreamHandler, float | None]] = {}
         self._subscriptions: dict[Subscription, SocketPair] = {}
         self._neighbours = Neighbours(self._limits, self._delay_s)
-        self._restarts = 0
+        self.restarts = 0
         self._closed = False
 
     # --- life ---
@@ -123,17 +116,13 @@ class HivemindTransport(Transport):
             self._supervisor.cancel()
             await asyncio.gather(self._supervisor, return_exceptions=True)
         for subscription in self._subscriptions:
-            subscription.queue.close()
+            subscription.close()
         await self._gate.close()
         if self._session is not None:
             await self._session.stop()
 
     def addresses(self) -> tuple[str, ...]:
         return self._addresses
-
-    @property
-    def restarts(self) -> int:
-        return self._restarts
 
     @property
     def daemon_process_id(self) -> int | None:
@@ -163,7 +152,7 @@ class HivemindTransport(Transport):
                 except Exception as error:
                     # Whatever a foreign stack raises: a supervisor that dies is a node that hangs.
                     logger.warning("the network stack is still down after %d tries: %r", failures, error)
-            self._restarts += 1
+            self.restarts += 1
 
     def _delay_s(self, failures: int) -> float:
         """Exponential back-off with jitter: 0.05 to 0.15 s at first, at most 15 to 45 s."""
@@ -219,11 +208,11 @@ class HivemindTransport(Transport):
         try:
             async with asyncio.timeout(timeout_s) as scope:
                 session = await self._running_session()
-                session.enter(scope)
+                session.scopes.add(scope)
                 try:
                     return await operation(session)
                 finally:
-                    session.leave(scope)
+                    session.scopes.discard(scope)
         except TimeoutError:
             if self._closed:
                 raise TransportError(f"{waiting_for}: the network was closed") from None
@@ -263,32 +252,22 @@ class HivemindTransport(Transport):
         return peer_id
 
     async def peers(self) -> tuple[ConnectedPeer, ...]:
-        async def peers(session: Session) -> tuple[ConnectedPeer, ...]:
-            addresses: dict[PeerId, list[str]] = {}
-            for peer in await session.control.peers():
-                addresses.setdefault(peer.peer_id, []).extend(peer.addresses)
-            return tuple(ConnectedPeer(peer_id, tuple(each)) for peer_id, each in addresses.items())
-
-        return await self._call("listing peers", self._limits.connect_timeout_s, peers)
+        return await self._call(
+            "listing peers", self._limits.connect_timeout_s, lambda session: session.control.peers()
+        )
 
     # --- gossip ---
 
     async def publish(self, topic: str, data: bytes) -> None:
-        if len(data) > MAX_ENVELOPE_BYTES:
-            raise LocalProtocolError(
-                f"a message of {len(data)} bytes is above the cap of {MAX_ENVELOPE_BYTES}"
-            )
+        require_publishable(data)
         await self._call(
             f"publishing on {topic}",
             self._limits.connect_timeout_s,
             lambda session: session.control.publish(topic, data),
         )
 
-    def subscribe(self, topic: str) -> AbstractAsyncContextManager[AsyncIterator[Gossiped]]:
-        return self._subscribe(topic)
-
     @asynccontextmanager
-    async def _subscribe(self, topic: str) -> AsyncIterator[AsyncIterator[Gossiped]]:
+    async def subscribe(self, topic: str) -> AsyncIterator[AsyncIterator[Gossiped]]:
         subscription = Subscription(topic, self.peer_id, self._limits, self.refusals)
         try:
             await self._call(
@@ -296,7 +275,7 @@ class HivemindTransport(Transport):
                 self._limits.connect_timeout_s,
                 lambda session: self._attach(session, subscription),
             )
-            yield subscription.queue
+            yield subscription
         finally:
             pair = self._subscriptions.pop(subscription, None)
             if pair is not None:
@@ -351,20 +330,15 @@ class HivemindTransport(Transport):
     # --- streams ---
 
     async def open_stream(self, peer_id: PeerId, protocol: str) -> Stream:
-        channel = await self.open_channel(peer_id, protocol)
-        return FramedStream(peer_id, channel, self._limits.stream_timeout_s)
-
-    async def open_channel(self, peer_id: PeerId, protocol: str) -> SocketChannel:
-        """The bare bytes under a stream, without frames and caps: what a hostile peer has."""
-
-        async def open_channel(session: Session) -> SocketChannel:
+        async def open_stream(session: Session) -> Stream:
             pair = await session.control.open_stream(
                 PeerID.from_base58(peer_id), protocol, self._limits.connect_timeout_s
             )
-            return SocketChannel(pair, session.channels)
+            channel = SocketChannel(pair, session.channels)
+            return Stream(peer_id, channel, self._limits.stream_timeout_s)
 
         return await self._call(
-            f"opening {protocol} at {peer_id}", self._limits.connect_timeout_s, open_channel
+            f"opening {protocol} at {peer_id}", self._limits.connect_timeout_s, open_stream
         )
 
     def serve(self, protocol: str, handler: StreamHandler, *, deadline_s: float | None = None) -> None:

@@ -1,33 +1,32 @@
 """Bounds on what strangers can make us do: token buckets and counters that cannot grow.
 
-For every transport, for gossip and for the book about peers; nothing here knows what it limits. Each
-structure is keyed by values that a peer can invent for free, so each is bounded itself: buckets of newcomers
-cost a token of a shared bucket, counters fold the least recent entries into one line. Time is an argument.
-Not for limits of the protocol (sizes on the wire): those are in `protocol/constants.py`.
+For every transport, for gossip and for the book about peers. Each structure is keyed by values that a peer
+can invent for free, so each is bounded itself: buckets of newcomers cost a token of a shared bucket, counters
+fold the least recent entries into one line. Time is an argument. Not for limits of the protocol (sizes on the
+wire): those are in `protocol/constants.py`.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable
+from dataclasses import dataclass
 
 from cachetools import LRUCache
 
 from protocol.messages import PeerId
 
 __all__ = [
-    "MAX_BUGS_TOLD",
     "OTHER_PEERS",
     "FirstTimes",
     "KeyedTokenBuckets",
     "Refusals",
     "TokenBucket",
+    "TransportLimits",
 ]
 
 OTHER_PEERS: PeerId = "others"
 """Stands for all peers whose counters were folded together."""
-MAX_BUGS_TOLD = 64
-"""Kinds of bugs of ours, at one boundary to peers, that the log tells of."""
 
 
 class TokenBucket:
@@ -65,8 +64,8 @@ class KeyedTokenBuckets:
         rate_per_s: float,
         burst: float,
         *,
-        newcomers_per_s: float,
-        newcomer_burst: float,
+        newcomers_per_s: float = 50.0,
+        newcomer_burst: float = 1000.0,
         capacity: int = 4096,
     ) -> None:
         self._rate_per_s = rate_per_s
@@ -110,15 +109,11 @@ class Refusals:
         """A copy of the counts."""
         return dict(self._counts)
 
-    def total(self, reason: str) -> int:
-        """Refusals for one reason over all peers."""
-        return sum(count for (_, each), count in self._counts.items() if each == reason)
-
 
 class FirstTimes:
     """Which things happened before, for what is told once; after `most` of them nothing is new any more."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int = 64) -> None:
         self._most = most
         self._seen: set[Hashable] = set()
 
@@ -128,3 +123,40 @@ class FirstTimes:
             return False
         self._seen.add(what)
         return True
+
+
+@dataclass(frozen=True, slots=True)
+class TransportLimits:
+    """Caps that hold per remote peer, before any decoding."""
+
+    streams_per_peer: int = 8
+    """Streams one peer may have open towards us at a time; a further one is closed at once."""
+    streams: int = 256
+    """The same over all peers, so that invented identities cannot exhaust file descriptors."""
+    stream_opens_per_s: float = 50.0
+    stream_burst: int = 100
+    messages_per_s: float = 50.0
+    """Gossip messages per second and sender (token bucket), dropped and counted above it."""
+    message_burst: int = 200
+    newcomers_per_s: float = 50.0
+    """Senders never heard before that are let in per second: identities are free, attention is not."""
+    newcomer_burst: int = 1000
+    queue_messages: int = 1024
+    """Messages one subscription keeps for a slow reader; the oldest are dropped and counted."""
+    queue_bytes: int = 16 * 1024 * 1024
+    dht_keys_per_s: float = 50.0
+    """DHT keys per second that one peer may ask for or store (token bucket); refused and counted above it."""
+    dht_burst: int = 1000
+    dht_records: int = 4096
+    """Records of other peers that this node keeps for the DHT; those that expire first leave first."""
+    stream_timeout_s: float = 20.0
+    """Deadline of one frame, and of one stream handler as a whole unless it was served with another: a peer
+    that sends a byte per ten seconds ends here."""
+    dht_timeout_s: float = 10.0
+    connect_timeout_s: float = 10.0
+
+    def buckets(self, rate_per_s: float, burst: float) -> KeyedTokenBuckets:
+        """A token bucket per peer."""
+        return KeyedTokenBuckets(
+            rate_per_s, burst, newcomers_per_s=self.newcomers_per_s, newcomer_burst=self.newcomer_burst
+        )

@@ -1,4 +1,4 @@
-"""Link conditions and faults of the in-memory network, as data: what a simulation is parametrised over.
+"""Link conditions of the in-memory network, as data: what a simulation is parametrised over.
 
 Not measurements: round numbers in the range of what such links show. All delays are one way.
 """
@@ -6,9 +6,8 @@ Not measurements: round numbers in the range of what such links show. All delays
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 
-__all__ = ["LINKS", "Fault", "LinkConditions"]
+__all__ = ["LINKS", "LinkConditions"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +43,3 @@ LINKS: dict[str, LinkConditions] = {
     "lossy": LinkConditions(10.0, 100.0, loss=0.2, reorder=0.2, duplication=0.05),
 }
 """Labelled conditions for simulations."""
-
-
-class Fault(StrEnum):
-    """What a simulation does to the network; see `MemoryNetwork.inject`."""
-
-    KILL = "kill"
-    """The network stacks of the given peers die."""
-    RESTART = "restart"
-    """They come back with the same identity and address."""
-    PARTITION = "partition"
-    """The given peers are cut off from all others."""
-    HEAL = "heal"
-    """All partitions end."""

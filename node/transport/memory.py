@@ -17,7 +17,7 @@ import math
 import random
 import re
 from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from cachetools import FIFOCache
@@ -33,14 +33,14 @@ from node.transport.base import (
     StreamHandler,
     Transport,
     TransportLimits,
+    require_publishable,
+    require_storable,
 )
 from node.transport.limits import Refusals
-from node.transport.links import LINKS, Fault, LinkConditions
-from node.transport.records import require_storable
-from node.transport.streams import FramedStream, StreamGate
+from node.transport.links import LINKS, LinkConditions
+from node.transport.streams import StreamGate
 from node.transport.subscription import Subscription
-from protocol.constants import MAX_ENVELOPE_BYTES
-from protocol.errors import AddressError, DeadlineError, LocalProtocolError, TransportError
+from protocol.errors import AddressError, DeadlineError, TransportError
 from protocol.messages import PeerId
 
 __all__ = ["MemoryNetwork", "MemoryTransport"]
@@ -117,20 +117,6 @@ class MemoryNetwork:
         self._downlinks[peer_id] = _Line(down_mbit * 1e6 / 8)
 
     # --- faults ---
-
-    def inject(self, fault: Fault, peers: Iterable[PeerId] = ()) -> None:
-        """Apply one fault to `peers` (all of them for HEAL)."""
-        match fault:
-            case Fault.KILL:
-                for peer_id in peers:
-                    self.kill(peer_id)
-            case Fault.RESTART:
-                for peer_id in peers:
-                    self.restart(peer_id)
-            case Fault.PARTITION:
-                self.partition([tuple(peers)])
-            case Fault.HEAL:
-                self.heal()
 
     def partition(self, groups: Iterable[Iterable[PeerId]]) -> None:
         """Peers of different groups no longer reach each other; those in no group form one more."""
@@ -315,7 +301,7 @@ class MemoryTransport(Transport):
         self._subscriptions: list[Subscription] = []
         self._seen: FIFOCache[int, None] = FIFOCache(_SEEN_MESSAGES)
         self._own_records: dict[str, tuple[bytes, int]] = {}
-        self._restarts = 0
+        self.restarts = 0
         self._closed = False
 
     async def start(self) -> None:
@@ -329,7 +315,7 @@ class MemoryTransport(Transport):
         self.up = False
         self._network.detach(self)
         for subscription in self._subscriptions:
-            subscription.queue.close()
+            subscription.close()
         await self._gate.close()
 
     def addresses(self) -> tuple[str, ...]:
@@ -361,25 +347,19 @@ class MemoryTransport(Transport):
     # --- gossip ---
 
     async def publish(self, topic: str, data: bytes) -> None:
-        if len(data) > MAX_ENVELOPE_BYTES:
-            raise LocalProtocolError(
-                f"a message of {len(data)} bytes is above the cap of {MAX_ENVELOPE_BYTES}"
-            )
+        require_publishable(data)
         self._require_up()
         message = _Message(self._network.next_message_number(), self.peer_id, topic, data)
-        self._remember(message)
+        self._seen[message.number] = None
         self._forward(message, came_from=self.peer_id)
 
-    def subscribe(self, topic: str) -> AbstractAsyncContextManager[AsyncIterator[Gossiped]]:
-        return self._subscribe(topic)
-
     @asynccontextmanager
-    async def _subscribe(self, topic: str) -> AsyncIterator[AsyncIterator[Gossiped]]:
+    async def subscribe(self, topic: str) -> AsyncIterator[AsyncIterator[Gossiped]]:
         self._require_up()
         subscription = Subscription(topic, self.peer_id, self._limits, self.refusals)
         self._subscriptions.append(subscription)
         try:
-            yield subscription.queue
+            yield subscription
         finally:
             self._subscriptions.remove(subscription)
 
@@ -395,7 +375,7 @@ class MemoryTransport(Transport):
     def _heard(self, message: _Message, came_from: PeerId) -> None:
         if message.number in self._seen or not self._subscribed(message.topic):
             return
-        self._remember(message)
+        self._seen[message.number] = None
         self._forward(message, came_from)
         now_s = asyncio.get_running_loop().time()
         for subscription in self._subscriptions:
@@ -404,9 +384,6 @@ class MemoryTransport(Transport):
 
     def _subscribed(self, topic: str) -> bool:
         return any(subscription.topic == topic for subscription in self._subscriptions)
-
-    def _remember(self, message: _Message) -> None:
-        self._seen[message.number] = None
 
     # --- DHT ---
 
@@ -422,7 +399,7 @@ class MemoryTransport(Transport):
         await self._within_dht_deadline(f"reading the DHT record {key}")
         now_ms = self._network.clock.now_ms()
         best, best_expires_at = None, now_ms
-        own = self.records.get_own(key)
+        own = self.records.kept.get(key)
         if own is not None and own[1] > best_expires_at:
             best, best_expires_at = own
         for holder in self._network.closest(self.peer_id, key, _BEAM):
@@ -436,7 +413,7 @@ class MemoryTransport(Transport):
         return best
 
     def _place(self, key: str, value: bytes, expires_at: int) -> None:
-        self.records.put_own(key, value, expires_at)
+        self.records.kept[key] = (value, expires_at)
         for other in self._network.closest(self.peer_id, key, _REPLICAS):
             other.records.offered(self.peer_id, key, value, expires_at)
 
@@ -451,11 +428,6 @@ class MemoryTransport(Transport):
     # --- streams ---
 
     async def open_stream(self, peer_id: PeerId, protocol: str) -> Stream:
-        channel = await self.open_channel(peer_id, protocol)
-        return FramedStream(peer_id, channel, self._limits.stream_timeout_s)
-
-    async def open_channel(self, peer_id: PeerId, protocol: str) -> MemoryChannel:
-        """The bare bytes under a stream, without frames and caps: what a hostile peer has."""
         self._require_up()
         try:
             async with asyncio.timeout(self._limits.connect_timeout_s):
@@ -468,27 +440,23 @@ class MemoryTransport(Transport):
             raise TransportError(f"{peer_id} does not serve {protocol}")
         here, there = self._network.open_channels(self.peer_id, peer_id)
         other._gate.accept(self.peer_id, there, *served)
-        return here
+        return Stream(peer_id, here, self._limits.stream_timeout_s)
 
     def serve(self, protocol: str, handler: StreamHandler, *, deadline_s: float | None = None) -> None:
         self._handlers[protocol] = (handler, deadline_s)
 
     # --- state ---
 
-    @property
-    def restarts(self) -> int:
-        return self._restarts
-
     def stack_died(self) -> None:
         """For `MemoryNetwork.kill`."""
         self.up = False
-        self.records.clear()
+        self.records.kept.clear()
         self._seen.clear()
 
     def stack_restarted(self) -> None:
         """For `MemoryNetwork.restart`."""
         self.up = True
-        self._restarts += 1
+        self.restarts += 1
         now_ms = self._network.clock.now_ms()
         self._own_records = {key: record for key, record in self._own_records.items() if record[1] > now_ms}
         for key, (value, expires_at) in self._own_records.items():

@@ -1,7 +1,7 @@
 """Framed streams and the gate for incoming ones, shared by all transports.
 
-A transport brings a `ByteChannel` (exact reads, writes with backpressure); `FramedStream` puts capped frames
-and deadlines on it, and `StreamGate` runs the handlers of incoming streams: caps and token bucket before a
+A transport brings a `ByteChannel` (exact reads, writes with backpressure); `Stream` puts capped frames and
+deadlines on it, and `StreamGate` runs the handlers of incoming streams: caps and token bucket before a
 byte is read, one deadline per handler, whatever it raises ends that stream only. Data passes peer -> channel
 -> frame -> handler. Weights come in tens of frames a second and stream, so a frame costs little: frames sent
 together are one write, a write that need not wait has no timer, and the deadline of reading is one timer that
@@ -14,15 +14,15 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Awaitable, Callable
 
-from node.transport.base import Stream, StreamHandler, TransportLimits
-from node.transport.limits import MAX_BUGS_TOLD, FirstTimes, KeyedTokenBuckets, Refusals
+from node.transport.limits import FirstTimes, Refusals, TransportLimits
 from protocol.constants import MAX_FRAME_BYTES
 from protocol.errors import DeadlineError, RemoteProtocolError, TransportError
 from protocol.frames import FRAME_PREFIX_BYTES, encode_frames, frame_length
 from protocol.messages import PeerId
 
-__all__ = ["ByteChannel", "FramedStream", "StreamGate"]
+__all__ = ["ByteChannel", "Stream", "StreamGate", "StreamHandler"]
 
 logger = logging.getLogger(__name__)
 
@@ -58,9 +58,9 @@ class ByteChannel(ABC):
         self.close()
 
 
-class FramedStream(Stream):
-    """Frames over a byte channel, each within `timeout_s`. After any error the stream is closed. One task
-    at a time may receive, and one may send."""
+class Stream:
+    """Length-prefixed frames both ways between us and one peer, each within `timeout_s`. After any error the
+    stream is closed. One task at a time may receive, and one may send."""
 
     def __init__(self, peer_id: PeerId, channel: ByteChannel, timeout_s: float) -> None:
         self.peer_id = peer_id
@@ -75,9 +75,12 @@ class FramedStream(Stream):
 
     @property
     def ready(self) -> bool:
+        """Whether the next `send` is known not to wait."""
         return not self._closed and self.channel.ready
 
     async def send(self, *frames: bytes) -> None:
+        """Send these frames, in one write. Raises `LocalProtocolError` for one above MAX_FRAME_BYTES,
+        `TransportError` when closed."""
         data = encode_frames(frames)
         self._raise_if_closed()
         if self.channel.ready:
@@ -94,6 +97,8 @@ class FramedStream(Stream):
             raise
 
     async def receive(self, max_bytes: int = MAX_FRAME_BYTES) -> bytes:
+        """Receive one frame. A declared length above `max_bytes` raises `LimitError` before any allocation;
+        a stream that ends early raises `TransportError`."""
         self._raise_if_closed()
         loop = asyncio.get_running_loop()
         self._due_s = loop.time() + self._timeout_s
@@ -123,6 +128,7 @@ class FramedStream(Stream):
         self.channel.abort()
 
     async def close(self) -> None:
+        """Close both directions; never raises."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -134,21 +140,19 @@ class FramedStream(Stream):
             raise TransportError(f"the stream with {self.peer_id} is closed; open another one")
 
 
+StreamHandler = Callable[[Stream], Awaitable[None]]
+
+
 class StreamGate:
     """Admits incoming streams and runs their handlers."""
 
     def __init__(self, limits: TransportLimits, refusals: Refusals) -> None:
         self._limits = limits
         self._refusals = refusals
-        self._opens = KeyedTokenBuckets(
-            limits.stream_opens_per_s,
-            limits.stream_burst,
-            newcomers_per_s=limits.newcomers_per_s,
-            newcomer_burst=limits.newcomer_burst,
-        )
+        self._opens = limits.buckets(limits.stream_opens_per_s, limits.stream_burst)
         self._open_by_peer: Counter[PeerId] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._bugs = FirstTimes(MAX_BUGS_TOLD)
+        self._bugs = FirstTimes()
         self._closed = False
 
     def accept(
@@ -204,7 +208,7 @@ class StreamGate:
     async def _handle(
         self, peer_id: PeerId, channel: ByteChannel, handler: StreamHandler, deadline_s: float
     ) -> None:
-        stream = FramedStream(peer_id, channel, self._limits.stream_timeout_s)
+        stream = Stream(peer_id, channel, self._limits.stream_timeout_s)
         try:
             async with asyncio.timeout(deadline_s):
                 await handler(stream)

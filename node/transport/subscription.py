@@ -11,63 +11,45 @@ import asyncio
 from collections import deque
 
 from node.transport.base import Gossiped, TransportLimits
-from node.transport.limits import KeyedTokenBuckets, Refusals
+from node.transport.limits import Refusals
 from protocol.constants import MAX_ENVELOPE_BYTES
 from protocol.messages import PeerId
 
-__all__ = ["DropOldestQueue", "Subscription"]
+__all__ = ["Subscription"]
 
 
 class Subscription:
-    """A bounded queue of a topic's messages behind size cap and token buckets."""
+    """A topic's messages for one reader, an async iterator, behind size cap and token buckets.
+
+    The queue is bounded in number and bytes; when full the oldest is dropped. Offering never waits: a slow
+    reader slows nobody but itself.
+    """
 
     def __init__(self, topic: str, own_peer_id: PeerId, limits: TransportLimits, refusals: Refusals) -> None:
         self.topic = topic
-        self.queue = DropOldestQueue(limits.queue_messages, limits.queue_bytes, refusals)
         self._own_peer_id = own_peer_id
+        self._limits = limits
         self._refusals = refusals
-        self._buckets = KeyedTokenBuckets(
-            limits.messages_per_s,
-            limits.message_burst,
-            newcomers_per_s=limits.newcomers_per_s,
-            newcomer_burst=limits.newcomer_burst,
-        )
-
-    def offer(self, sender: PeerId, data: bytes, now_s: float) -> None:
-        """Queue a message, or drop and count it."""
-        if sender == self._own_peer_id:
-            return
-        if not self._buckets.take(sender, now_s):
-            self._refusals.add(sender, "rate")
-        elif len(data) > MAX_ENVELOPE_BYTES:
-            self._refusals.add(sender, "oversize")
-        else:
-            self.queue.put(Gossiped(sender, data))
-
-
-class DropOldestQueue:
-    """Gossip messages for one reader, bounded in number and bytes; when full the oldest is dropped.
-
-    The reader is an async iterator. Putting never waits: a slow reader slows nobody but itself.
-    """
-
-    def __init__(self, max_messages: int, max_bytes: int, refusals: Refusals) -> None:
-        self._max_messages = max_messages
-        self._max_bytes = max_bytes
-        self._refusals = refusals
+        self._buckets = limits.buckets(limits.messages_per_s, limits.message_burst)
         self._messages: deque[Gossiped] = deque()
         self._bytes = 0
         self._arrived = asyncio.Event()
         self._closed = False
 
-    def put(self, message: Gossiped) -> None:
-        """Add a message, dropping the oldest ones (counted as `queue`) to make room."""
-        self._messages.append(message)
-        self._bytes += len(message.data)
-        while len(self._messages) > self._max_messages or self._bytes > self._max_bytes:
-            dropped = self._messages.popleft()
-            self._bytes -= len(dropped.data)
-            self._refusals.add(dropped.sender, "queue")
+    def offer(self, sender: PeerId, data: bytes, now_s: float) -> None:
+        """Queue a message, or drop and count it. The oldest ones make room, counted as `queue`."""
+        if sender == self._own_peer_id:
+            return
+        if not self._buckets.take(sender, now_s):
+            self._refusals.add(sender, "rate")
+            return
+        if len(data) > MAX_ENVELOPE_BYTES:
+            self._refusals.add(sender, "oversize")
+            return
+        self._messages.append(Gossiped(sender, data))
+        self._bytes += len(data)
+        while len(self._messages) > self._limits.queue_messages or self._bytes > self._limits.queue_bytes:
+            self._refusals.add(self._take().sender, "queue")
         self._arrived.set()
 
     def close(self) -> None:
@@ -75,7 +57,7 @@ class DropOldestQueue:
         self._closed = True
         self._arrived.set()
 
-    def __aiter__(self) -> DropOldestQueue:
+    def __aiter__(self) -> Subscription:
         return self
 
     async def __anext__(self) -> Gossiped:
@@ -84,6 +66,9 @@ class DropOldestQueue:
                 raise StopAsyncIteration
             self._arrived.clear()
             await self._arrived.wait()
+        return self._take()
+
+    def _take(self) -> Gossiped:
         message = self._messages.popleft()
         self._bytes -= len(message.data)
         return message

@@ -218,7 +218,7 @@ def test_garbage_on_gossip_and_streams(tmp_path: Path, policies: Sequence[Policy
                 rng.randbytes(64),
             ):
                 try:
-                    channel = await mallory.transport.open_channel(victim.peer_id, protocol)
+                    channel = (await mallory.transport.open_stream(victim.peer_id, protocol)).channel
                     if data:
                         await channel.write(data)
                     else:

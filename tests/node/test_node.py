@@ -445,7 +445,7 @@ def test_stop_ends_a_node_within_seconds_also_with_a_stalling_peer(
             swarm.start()
             await asyncio.sleep(6)
             for protocol in ("/murmuration/hello", "/murmuration/2/blob", "/murmuration/2/reconcile"):
-                channel = await bob.transport.open_channel(alice.peer_id, protocol)
+                channel = (await bob.transport.open_stream(alice.peer_id, protocol)).channel
                 await channel.write(b"\0")  # and then nothing
             before_s = swarm.clock.monotonic_s()
             alice.node.stop("enough")

@@ -77,8 +77,8 @@ class Chains:
         self._asked_s = -math.inf
         """When this node's own chain was asked for last."""
         self._waiting: Counter[PeerId] = Counter()
-        self._served = _buckets()
-        self._received = _buckets()
+        self._served = KeyedTokenBuckets(_LINKS_PER_S, _LINK_BURST)
+        self._received = KeyedTokenBuckets(_LINKS_PER_S, _LINK_BURST)
         transport.serve(CHAIN_PROTOCOL, self._serve, deadline_s=MAX_WAIT_S + _ANSWER_S)
 
     @property
@@ -324,10 +324,6 @@ def _load_into(chain: Chain, file: ChainFile) -> None:
             # The oldest links may be deltas from a version that was forgotten.
             if error.reason != "chain_gap" or chain.head is not None:
                 raise
-
-
-def _buckets() -> KeyedTokenBuckets:
-    return KeyedTokenBuckets(_LINKS_PER_S, _LINK_BURST, newcomers_per_s=50.0, newcomer_burst=1000.0)
 
 
 def _now_s() -> float:

@@ -16,7 +16,7 @@ from cachetools import FIFOCache
 
 from node.peers.backoff import Backoff
 from node.runtime import Runtime
-from node.transport.limits import MAX_BUGS_TOLD, FirstTimes
+from node.transport.limits import FirstTimes
 from protocol.errors import DeadlineError, RemoteProtocolError, TransportError
 from protocol.messages import Digest, PeerId
 
@@ -50,7 +50,7 @@ class Suppliers:
         self._retries: Backoff[tuple[Digest, PeerId]] = Backoff(
             _RETRY_S, _MAX_RETRY_S, max_keys=_REMEMBERED, jitter_rng=runtime.rng
         )
-        self._bugs = FirstTimes(MAX_BUGS_TOLD)
+        self._bugs = FirstTimes()
 
     def willing(self, root: Digest) -> list[PeerId]:
         """Peers that may be asked for this blob now, in random order."""
@@ -92,14 +92,12 @@ class Suppliers:
             case TransportError():
                 pass
             case _:
-                self._tell_bug(peer_id, error)
+                # What nobody foresaw is a bug of ours: counted each time, told the first time.
+                self._failed(peer_id, "handler")
+                kind = type(error).__name__
+                if self._bugs.is_new(kind):
+                    message = "an exchange of chunks failed; that stream is closed: %s"
+                    logger.warning(message, kind, exc_info=error)
         if lived_s > _MAX_RETRY_S:
             self._retries.succeeded((root, peer_id))
         self._retries.failed((root, peer_id), self._runtime.monotonic_s())
-
-    def _tell_bug(self, peer_id: PeerId, error: Exception) -> None:
-        """What nobody foresaw is a bug of ours: counted each time, told the first time."""
-        self._failed(peer_id, "handler")
-        kind = type(error).__name__
-        if self._bugs.is_new(kind):
-            logger.warning("an exchange of chunks failed; that stream is closed: %s", kind, exc_info=error)

@@ -77,8 +77,8 @@ class MergeExchange:
         self._peers = sharing.peers
         self._rule = rule.digest()
         self._max_bytes = max_bytes
-        self._served = _buckets()
-        self._received = _buckets()
+        self._served = KeyedTokenBuckets(_ITEMS_PER_S, _ITEM_BURST)
+        self._received = KeyedTokenBuckets(_ITEMS_PER_S, _ITEM_BURST)
         self._withdrawn = False
         self._told: set[str] = set()
         self._changed_s = 0.0
@@ -284,7 +284,3 @@ class MergeExchange:
         reply = MergeReply(self.set.base, self._rule, mine, len(links), len(removals))
         for each in (reply, *links, *removals):
             await stream.send(encode(each))
-
-
-def _buckets() -> KeyedTokenBuckets:
-    return KeyedTokenBuckets(_ITEMS_PER_S, _ITEM_BURST, newcomers_per_s=50.0, newcomer_burst=1000.0)

@@ -19,7 +19,7 @@ from node.share.store import AnnouncementStore, StoredAnnouncement, short_digest
 from node.state.stores import MemorySequence
 from node.transport.base import Stream, TransportLimits
 from node.transport.limits import Refusals
-from node.transport.links import LINKS, Fault
+from node.transport.links import LINKS
 from node.transport.memory import MemoryNetwork, MemoryTransport
 from protocol.annex import issue_token
 from protocol.charter import found, swarm_id
@@ -251,16 +251,16 @@ def test_killed_stack_and_partition_cost_no_announcement():
         async with swarm_of() as swarm:
             for identity in IDENTITIES[:3]:
                 await swarm.join(identity)
-            swarm.network.inject(Fault.KILL, [IDENTITIES[1].peer_id])
+            swarm.network.kill(IDENTITIES[1].peer_id)
             await swarm.gossips[0].announce(announcement(0, IDENTITIES[0]), TTL_MS)
             await swarm.gossips[1].announce(announcement(1, IDENTITIES[1]), TTL_MS)
             await asyncio.sleep(5)
-            swarm.network.inject(Fault.RESTART, [IDENTITIES[1].peer_id])
-            swarm.network.inject(Fault.PARTITION, [IDENTITIES[2].peer_id])
+            swarm.network.restart(IDENTITIES[1].peer_id)
+            swarm.network.partition([[IDENTITIES[2].peer_id]])
             await swarm.gossips[2].announce(announcement(2, IDENTITIES[2]), TTL_MS)
             await asyncio.sleep(5)
             assert [swarm.completions(number) for number in range(3)] == [[1], [0], [0]]
-            swarm.network.inject(Fault.HEAL)
+            swarm.network.heal()
             await asyncio.sleep(15)
             assert [swarm.completions(number) for number in range(3)] == [[1, 2], [0, 2], [0, 1]]
             assert swarm.transports[1].restarts == 1

@@ -9,7 +9,7 @@ import pytest
 from node.clock import VirtualClock, run_virtual
 from node.transport._pipes import WINDOW_BYTES
 from node.transport.base import Stream
-from node.transport.links import LINKS, Fault, LinkConditions
+from node.transport.links import LINKS, LinkConditions
 from node.transport.memory import MemoryNetwork, MemoryTransport
 from protocol.errors import AddressError, DeadlineError, TransportError
 from protocol.identity import Identity
@@ -120,7 +120,7 @@ def test_partition_breaks_streams_and_gossip_until_it_heals():
         nodes = await star(network, 3)
         stream = await nodes[1].open_stream(PEERS[0], ECHO)
         async with nodes[0].subscribe(TOPIC) as messages:
-            network.inject(Fault.PARTITION, [PEERS[1]])
+            network.partition([[PEERS[1]]])
             with pytest.raises(TransportError):
                 await stream.receive()
             assert await nodes[1].peers() == ()
@@ -132,7 +132,7 @@ def test_partition_breaks_streams_and_gossip_until_it_heals():
             await nodes[1].publish(TOPIC, b"lost")
             await nodes[2].publish(TOPIC, b"heard")
             assert (await anext(messages)).data == b"heard"
-            network.inject(Fault.HEAL)
+            network.heal()
             await nodes[1].publish(TOPIC, b"again")
             assert (await anext(messages)).data == b"again"
         assert [peer.peer_id for peer in await nodes[1].peers()] == [PEERS[0]]
@@ -160,13 +160,14 @@ def test_killed_stack_refuses_calls_and_record_survives_at_the_others():
         network = network_of()
         nodes = await star(network, 4)
         await nodes[1].store("key", b"value", network.clock.now_ms() + 60_000)
-        network.inject(Fault.KILL, [PEERS[1]])
+        network.kill(PEERS[1])
         for call in (nodes[1].peers(), nodes[1].get("key"), nodes[1].publish(TOPIC, b"x")):
             with pytest.raises(TransportError, match="down"):
                 await call
         assert await nodes[3].get("key") == b"value"
-        network.inject(Fault.KILL, [PEERS[2], PEERS[3]])
-        network.inject(Fault.RESTART, [PEERS[1]])
+        network.kill(PEERS[2])
+        network.kill(PEERS[3])
+        network.restart(PEERS[1])
         assert nodes[1].restarts == 1
         assert await nodes[1].get("key") == b"value"
         await close(nodes)
@@ -225,7 +226,7 @@ def test_closing_at_a_silent_end_is_not_seen_at_the_other():
     async def main() -> None:
         network = network_of()
         nodes = await star(network, 2)
-        channel = await nodes[0].open_channel(PEERS[1], ECHO)
+        channel = (await nodes[0].open_stream(PEERS[1], ECHO)).channel
         network.silence(PEERS[0])
         channel.close()
         reading = asyncio.create_task(channel.read_exactly(1))
@@ -263,7 +264,7 @@ def test_same_identity_twice_and_faults_of_strangers_are_refused():
         with pytest.raises(TransportError, match="already in this network"):
             await network.transport(PEERS[0]).start()
         with pytest.raises(ValueError, match="not in this network"):
-            network.inject(Fault.KILL, [PEERS[5]])
+            network.kill(PEERS[5])
         await close(nodes)
 
     run_virtual(main())
@@ -278,7 +279,7 @@ def test_sender_waits_for_a_reader_that_does_not_read():
             await asyncio.sleep(10)
 
         nodes[0].serve(ECHO, never_read)
-        channel = await nodes[1].open_channel(PEERS[0], ECHO)
+        channel = (await nodes[1].open_stream(PEERS[0], ECHO)).channel
         sent = 0
 
         async def write_on() -> None:
