@@ -146,7 +146,8 @@ class DownloadSession(Session):
             case Tell():
                 if self._got is not None:
                     raise DecodeError("a second Tell", reason="frame_kind")
-                self._got = self._download.here()
+                stored = self._download.stored
+                self._got = [] if stored is None else stored.here()
                 self.poke()
 
     def _count_news(self) -> None:
@@ -349,11 +350,6 @@ class Download:
             )
 
     # --- from sessions ---
-
-    def here(self) -> list[int]:
-        """The chunks that are here."""
-        stored = self.stored
-        return [] if stored is None else [index for index in range(self.count) if stored.has(index)]
 
     def offered(self, session: DownloadSession, indices: Sequence[int]) -> None:
         """A peer has these chunks. Raises DecodeError when it had said so of one before."""

@@ -70,14 +70,11 @@ class Exchange:
         self._suppliers = Suppliers(runtime, transport.peer_id, providers, failed)
         self._download_limit = RateLimit(download_mbit)
         self._uploads = Uploads(runtime, store, RateLimit(upload_mbit), failed)
+        self.uploaded = self._uploads.uploaded
+        """Bytes of chunks sent, by the peer that took them."""
         self._downloaded: Counter[PeerId] = Counter()
         self._running: dict[Digest, _Running] = {}
         transport.serve(CHUNKS_PROTOCOL, self._uploads.serve, deadline_s=SESSION_S + 60)
-
-    @property
-    def uploaded(self) -> Counter[PeerId]:
-        """Bytes of chunks sent, by the peer that took them."""
-        return self._uploads.uploaded
 
     @property
     def downloaded(self) -> Counter[PeerId]:
@@ -105,7 +102,12 @@ class Exchange:
             async with asyncio.timeout(timeout_s):
                 return await asyncio.shield(running.task)
         except TimeoutError:
-            raise DeadlineError(self._waiting_for(running.download), timeout_s) from None
+            download = running.download
+            raise DeadlineError(
+                f"fetching blob {blob.root[:12]} ({download.have} of {download.count} chunks, "
+                f"{len(download.sessions)} peers)",
+                timeout_s,
+            ) from None
         finally:
             running.waiting -= 1
             if not running.waiting:
@@ -149,9 +151,3 @@ class Exchange:
             self._uploads.arrived_here,
         )
         return _Running(download, asyncio.create_task(download.run()))
-
-    def _waiting_for(self, download: Download) -> str:
-        return (
-            f"fetching blob {download.blob.root[:12]} ({download.have} of {download.count} chunks, "
-            f"{len(download.sessions)} peers)"
-        )

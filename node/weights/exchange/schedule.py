@@ -35,13 +35,10 @@ class Plan:
         self._open = np.zeros(count, np.bool_)
         """Missing and not asked for."""
         self._open[list(missing)] = True
-        self._missing = int(self._open.sum())
+        self.missing = int(self._open.sum())
+        """Chunks that are not here."""
         self._has: dict[Hashable, np.ndarray] = {}
         self._asked: dict[int, list[Hashable]] = {}
-
-    @property
-    def missing(self) -> int:
-        return self._missing
 
     def join(self, peer: Hashable) -> None:
         """A peer that may have chunks."""
@@ -76,7 +73,7 @@ class Plan:
         """A chunk that another peer was asked for: any when all that is missing was asked for, before that
         one of `late`. The one asked for longest, with few sources, first."""
         held = self._has[peer]
-        among = self._asked if len(self._asked) == self._missing else late
+        among = self._asked if len(self._asked) == self.missing else late
         best: int | None = None
         fewest = _MAX_SOURCES
         for index in among:
@@ -101,7 +98,7 @@ class Plan:
         """The chunk is here."""
         if self._asked.pop(index, None) is not None or self._open[index]:
             self._open[index] = False
-            self._missing -= 1
+            self.missing -= 1
 
 
 class Reveal:

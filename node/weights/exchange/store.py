@@ -19,9 +19,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from node.state.stores import sync
-from protocol.chunks import HASH_BYTES as _HASH_BYTES
 from protocol.chunks import (
-    bitmap_of,
+    HASH_BYTES,
     check_hashes,
     chunk_bytes_for,
     chunk_count,
@@ -61,13 +60,12 @@ class StoredBlob:
     def complete(self) -> bool:
         return not self._missing
 
-    @property
-    def have(self) -> bytes:
-        """A bit for each chunk that is here, the first chunk in the lowest bit of the first byte."""
-        return bitmap_of((index for index in range(self.count) if index not in self._missing), self.count)
-
     def has(self, index: int) -> bool:
         return 0 <= index < self.count and index not in self._missing
+
+    def here(self) -> list[int]:
+        """The chunks that are here, in order."""
+        return [index for index in range(self.count) if index not in self._missing]
 
     def missing_indices(self) -> list[int]:
         """The chunks that are not here, in order."""
@@ -162,7 +160,7 @@ class StoredBlob:
             self._path.with_suffix(suffix).unlink(missing_ok=True)
 
     def _hash(self, index: int) -> bytes:
-        return self.hashes[_HASH_BYTES * index : _HASH_BYTES * (index + 1)]
+        return self.hashes[HASH_BYTES * index : HASH_BYTES * (index + 1)]
 
     def _open_file(self) -> int:
         if self._file is None:
@@ -175,7 +173,8 @@ class WeightsStore:
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self._folder = folder
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
+        """What all blobs together may take."""
         self._pinned: frozenset[Digest] = frozenset()
         self._blobs: dict[Digest, StoredBlob] = {}
         """Whole ones and those opened since the start, oldest first."""
@@ -187,9 +186,9 @@ class WeightsStore:
     def add(self, data: bytes | memoryview) -> StoredBlob:
         """Keep a whole blob made here; durable on return. Raises LocalProtocolError when it is empty or too
         large to travel, OurFault when it does not fit into the store."""
-        if len(data) > self._max_bytes:
+        if len(data) > self.max_bytes:
             raise OurFault(
-                f"{len(data)} bytes of weights; broadcast.keep_gib allows {self._max_bytes}; raise it"
+                f"{len(data)} bytes of weights; broadcast.keep_gib allows {self.max_bytes}; raise it"
             )
         chunk_bytes = chunk_bytes_for(len(data))
         view = memoryview(data)
@@ -223,9 +222,9 @@ class WeightsStore:
 
     def require_small(self, blob: ChunkedBlob) -> None:
         """Raise LimitError (blob_size) for a blob that is larger than the whole store."""
-        if blob.size > self._max_bytes:
+        if blob.size > self.max_bytes:
             raise LimitError(
-                f"a blob of {blob.size} bytes, while broadcast.keep_gib allows {self._max_bytes} in all",
+                f"a blob of {blob.size} bytes, while broadcast.keep_gib allows {self.max_bytes} in all",
                 reason="blob_size",
             )
 
@@ -243,11 +242,6 @@ class WeightsStore:
         self._pinned = frozenset(roots)
 
     @property
-    def max_bytes(self) -> int:
-        """What all blobs together may take."""
-        return self._max_bytes
-
-    @property
     def held_bytes(self) -> int:
         """Sizes of all blobs, incomplete ones counted as a whole."""
         return sum(stored.blob.size for blobs in (self._blobs, self._leftovers) for stored in blobs.values())
@@ -261,7 +255,8 @@ class WeightsStore:
         self._make_room(blob)
         path = self._folder / f"{blob.root}.part"
         try:
-            path.with_suffix(".hashes").write_bytes(_description(blob, hashes))
+            head = encode(blob)
+            path.with_suffix(".hashes").write_bytes(len(head).to_bytes(2, "little") + head + hashes)
             with path.open("wb") as file:
                 file.truncate(blob.size)
         except OSError as error:
@@ -270,7 +265,7 @@ class WeightsStore:
 
     def _make_room(self, blob: ChunkedBlob) -> None:
         self.require_small(blob)
-        needed = self.held_bytes + blob.size - self._max_bytes
+        needed = self.held_bytes + blob.size - self.max_bytes
         leaving = []
         for blobs in (self._leftovers, self._blobs):
             for root, stored in blobs.items():
@@ -282,23 +277,18 @@ class WeightsStore:
         if needed > 0:
             raise OurFault(
                 f"no room for a blob of {blob.size} bytes: those in use take {self.held_bytes} of the "
-                f"{self._max_bytes} that broadcast.keep_gib allows; raise it"
+                f"{self.max_bytes} that broadcast.keep_gib allows; raise it"
             )
         for blobs, root in leaving:
             blobs.pop(root).remove()
 
     def _load(self) -> None:
         """Read the folder; what does not fit together is deleted."""
-        found: list[tuple[int, StoredBlob]] = []
-        known = set()
-        for path in sorted(self._folder.glob("*.hashes")):
+        for path in sorted(self._folder.glob("*.hashes"), key=lambda path: (path.stat().st_mtime_ns, path)):
             stored = _read_description(path)
-            if stored is None:
-                continue
-            known.add(path.stem)
-            found.append((path.stat().st_mtime_ns, stored))
-        for _, stored in sorted(found, key=lambda each: each[0]):
-            (self._blobs if stored.complete else self._leftovers)[stored.blob.root] = stored
+            if stored is not None:
+                (self._blobs if stored.complete else self._leftovers)[stored.blob.root] = stored
+        known = self._blobs.keys() | self._leftovers.keys()
         for path in self._folder.iterdir():
             if path.stem not in known and path.suffix in (".blob", ".part", ".hashes"):
                 path.unlink()
@@ -320,8 +310,3 @@ def _read_description(path: Path) -> StoredBlob | None:
     except (OSError, RemoteProtocolError):
         return None
     return None
-
-
-def _description(blob: ChunkedBlob, hashes: bytes) -> bytes:
-    head = encode(blob)
-    return len(head).to_bytes(2, "little") + head + hashes

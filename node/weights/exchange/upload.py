@@ -68,22 +68,30 @@ _FRAMES_PER_ANSWER = 3
 class UploadSession(Session):
     """One downloader of one blob."""
 
-    def __init__(self, runtime: Runtime, stream: Stream, stored: StoredBlob, uploads: Uploads) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        stream: Stream,
+        stored: StoredBlob,
+        uploads: Uploads,
+        reveal: Reveal | None,
+    ) -> None:
         super().__init__(runtime, stream, max_frame_bytes(stored.blob))
         self.stored = stored
         self.queue: deque[int] = deque()
         """Chunks asked for, not being sent yet."""
         self.sending: int | None = None
-        self.reveal: Reveal | None = None
+        self.reveal = reveal
         """Decides what it is shown, while not every chunk of a new blob was sent."""
         self.on_the_way: deque[tuple[int, int, float]] = deque()
         """(chunk, bytes, sent at) of pieces that are not acknowledged, oldest first."""
         self._uploads = uploads
-        self._shown: set[int] = set()
-        self._got: set[int] | None = None
-        """What it says it has; None while it was not asked to tell."""
+        self.shown: set[int] = set(stored.here()) if reveal is None else set()
+        """What it was told to be here, by its ChunksReply at first."""
+        self._got: set[int] | None = None if reveal is None else set()
+        """What it says it has; None when it is not asked to tell."""
         self._news: list[int] = []
-        self._tell = False
+        self._tell = reveal is not None
         self._leaving: int | None = None
         """The chunk among the frames that are being sent."""
         self._acknowledged = 0
@@ -91,28 +99,20 @@ class UploadSession(Session):
         self._times_sent = bytearray(stored.count)
         self._frames = TokenBucket(_FRAMES_PER_S, _FRAME_BURST)
         self._earned = 0
-
-    def shown_first(self, indices: Iterable[int]) -> None:
-        """What its ChunksReply says."""
-        self._shown.update(indices)
-
-    def ask_to_tell(self) -> None:
-        """Have it say which chunks it has."""
-        self._got = set()
-        self._tell = True
-        self.poke()
+        if self._tell:
+            self.poke()
 
     def show(self, indices: Iterable[int]) -> None:
         """Tell it that these can be asked for, unless it knows or has them."""
-        news = [index for index in indices if index not in self._shown]
-        self._shown.update(news)
+        news = [index for index in indices if index not in self.shown]
+        self.shown.update(news)
         if self._got is not None:
             news = [index for index in news if index not in self._got]
         if not news:
             return
         self._news += news
         busy = self.queue or self.sending is not None or self.on_the_way
-        wait_s = news_wait_s(self._uploads.sessions)
+        wait_s = news_wait_s(len(self._uploads.sessions))
         self.later(wait_s if busy else wait_s / 3)
 
     def begin(self, index: int, now_s: float) -> int:
@@ -169,7 +169,7 @@ class UploadSession(Session):
 
     def _ask(self, indices: Iterable[int]) -> None:
         for index in indices:
-            if index not in self._shown:
+            if index not in self.shown:
                 raise DecodeError(f"chunk {index} was asked for and never offered", reason="chunk_unknown")
             if index in self.queue:
                 raise DecodeError(f"chunk {index} was asked for twice", reason="asked_twice")
@@ -186,7 +186,8 @@ class UploadSession(Session):
             if index in self._got:
                 raise DecodeError(f"chunk {index} was told twice", reason="told_twice")
             self._got.add(index)
-            self._uploads.told(self, index)
+            if self.reveal is not None:
+                self.reveal.got(self, index)
 
     def _take_due(self) -> list[Frame]:
         frames: list[Frame] = []
@@ -229,7 +230,7 @@ class Uploads:
         self._store = store
         self._limit = limit
         self._failed = failed
-        self._sessions: list[UploadSession] = []
+        self.sessions: list[UploadSession] = []
         self._turns = 0
         self._turn_of: dict[PeerId, int] = {}
         """When a peer was served last. The one served longest ago is next, however many streams it has."""
@@ -239,11 +240,6 @@ class Uploads:
         self._copies: LRUCache[tuple[PeerId, Digest], int] = LRUCache(_REMEMBERED)
         """Bytes of a blob that a peer took."""
         self._timer: asyncio.TimerHandle | None = None
-
-    @property
-    def sessions(self) -> int:
-        """How many there are."""
-        return len(self._sessions)
 
     def seed(self, stored: StoredBlob) -> None:
         """Show this blob's chunks to one receiver each first."""
@@ -279,17 +275,15 @@ class Uploads:
         if taken > _COPIES * stored.blob.size:
             raise LimitError(f"{taken} bytes taken of a blob of {stored.blob.size}", reason="greedy")
         with stored.used():
-            session = UploadSession(self._runtime, stream, stored, self)
-            session.reveal = reveal = self._reveals.get(request.root)
-            shown = [] if reveal is not None else [i for i in range(stored.count) if stored.has(i)]
-            session.shown_first(shown)
+            reveal = self._reveals.get(request.root)
+            session = UploadSession(self._runtime, stream, stored, self, reveal)
+            have = bitmap_of(session.shown, stored.count)
             # From here on, so that no chunk that arrives while the reply is sent is missed.
-            self._sessions.append(session)
+            self.sessions.append(session)
             if reveal is not None:
                 reveal.join(session)
-                session.ask_to_tell()
             try:
-                await stream.send(encode(ChunksReply(stored.hashes, bitmap_of(shown, stored.count))))
+                await stream.send(encode(ChunksReply(stored.hashes, have)))
                 self.pump()
                 async with asyncio.timeout(SESSION_S):
                     await session.run()
@@ -306,23 +300,18 @@ class Uploads:
         return stored
 
     def _left(self, session: UploadSession) -> None:
-        self._sessions.remove(session)
+        self.sessions.remove(session)
         self._bytes_on_the_way -= sum(size for _, size, _ in session.on_the_way)
         if session.reveal is not None:
             session.reveal.leave(session)
-        if all(each.peer_id != session.peer_id for each in self._sessions):
+        if all(each.peer_id != session.peer_id for each in self.sessions):
             self._turn_of.pop(session.peer_id, None)
-        if self._timer is not None and not self._sessions:
+        if self._timer is not None and not self.sessions:
             self._timer.cancel()
             self._timer = None
         self.pump()
 
     # --- from sessions ---
-
-    def told(self, session: UploadSession, index: int) -> None:
-        """A downloader says that it has a chunk."""
-        if session.reveal is not None:
-            session.reveal.got(session, index)
 
     def given(self, session: UploadSession, index: int) -> None:
         """A chunk was handed to the network."""
@@ -354,8 +343,8 @@ class Uploads:
                 return
             self._turns += 1
             self._turn_of[session.peer_id] = self._turns
-            self._sessions.remove(session)
-            self._sessions.append(session)
+            self.sessions.remove(session)
+            self.sessions.append(session)
             index = session.queue[0]
             size = session.begin(index, now_s)
             self._limit.take(size, now_s)
@@ -363,11 +352,11 @@ class Uploads:
             if session.reveal is not None:
                 session.reveal.sent(session, index)
                 self._reveal(now_s)
-        if any(session.queue or session.reveal is not None for session in self._sessions):
+        if any(session.queue or session.reveal is not None for session in self.sessions):
             self._pump_in(_LATE_S / 2)
 
     def _next(self, now_s: float) -> UploadSession | None:
-        late_of = {each: each.late_bytes(now_s) for each in self._sessions}
+        late_of = {each: each.late_bytes(now_s) for each in self.sessions}
         ready = [each for each, late in late_of.items() if each.queue and each.sending is None and not late]
         if not ready:
             return None
@@ -420,4 +409,4 @@ class Uploads:
         return max(_MIN_AHEAD, math.ceil(2 * self._flow.window_bytes() / chunk_bytes / receivers))
 
     def _of(self, root: Digest) -> list[UploadSession]:
-        return [session for session in self._sessions if session.stored.blob.root == root]
+        return [session for session in self.sessions if session.stored.blob.root == root]
