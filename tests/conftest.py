@@ -147,7 +147,7 @@ def make_training_group() -> Callable[..., Any]:
     fields."""
     import numpy as np
 
-    from node.weight.advantage import grpo
+    from node.weight.advantage.means import grpo
     from node.weight.groups import OWN_SOURCE, TrainingGroup, TrainingRollout
     from node.weight.settings import Treatment
 

@@ -90,7 +90,7 @@ def train_settings(config: NodeConfig, charter: Charter) -> TrainSettings:
     from node.train.objectives import EVERY_TRAINER, Aggregation, Need, open_objective, require
     from node.train.settings import TrainSettings
     from node.train.slow_fast import SlowFastSettings
-    from node.weight.advantage import ADVANTAGES
+    from node.weight.advantage.registry import ADVANTAGES
     from node.weight.settings import Treatment, WeightSettings
 
     train, weight, device = config.train, config.weight, device_of(config)

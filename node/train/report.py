@@ -15,7 +15,7 @@ import numpy as np
 
 from node.events import StepDone
 from node.train.step import StepReport
-from node.weight.advantage import has_signal
+from node.weight.advantage.numbers import has_signal
 from node.weight.batch import TrainingBatch
 from node.weight.groups import OWN_SOURCE, Kind
 from node.weight.settings import Treatment

@@ -8,7 +8,8 @@ from typing import Literal
 from node.rollout.adapter import AdapterSpec
 from node.train.ess_scaling import EssScaling
 from node.train.objectives import Need, Objective
-from node.train.objectives.presets import compat, graft, hacpo, topr
+from node.train.objectives.presets.foreign import compat, graft, hacpo
+from node.train.objectives.presets.sequence import topr
 from node.train.slow_fast import SlowFastSettings
 from node.weight.settings import Treatment, WeightSettings
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from node.weight.advantage import ADVANTAGES, has_signal, pivot
+from node.weight.advantage.medians import pivot
+from node.weight.advantage.numbers import has_signal
+from node.weight.advantage.registry import ADVANTAGES
 from node.weight.groups import Kind, TrainingGroup
 from node.weight.settings import Treatment, WeightSettings
 

@@ -18,8 +18,8 @@ from dataclasses import replace
 
 from cachetools import FIFOCache, LRUCache
 
-from node.weight.advantage import CapabilityTracker, capability_aware, has_signal
-from node.weight.advantage.numbers import MAX_MAGNITUDE
+from node.weight.advantage.capability import CapabilityTracker, capability_aware
+from node.weight.advantage.numbers import MAX_MAGNITUDE, has_signal
 from node.weight.by_group import by_group
 from node.weight.groups import OWN_SOURCE, Kind, TrainingGroup
 from node.weight.settings import Treatment, WeightSettings

@@ -29,7 +29,7 @@ def list_objectives(json: JsonOption = False) -> None:
     from an abstract or a summary, no claim of fidelity. Names go into train.objective and weight.advantage.
     """
     from node.train.objectives import all_presets
-    from node.weight.advantage import ALL_ADVANTAGES
+    from node.weight.advantage.registry import ALL_ADVANTAGES
 
     rows: list[dict[str, Any]] = [
         {

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from node.train.objectives.aggregation import Aggregation, rescale, row_rescale
 from node.train.objectives.base import LossInputs, Need, TokenLoss, masked
-from node.train.objectives.controls import Control, Draft
+from node.train.objectives.controls.base import Control, Draft
 from node.train.objectives.ratio import Level, Ratio, Reference
 
 __all__ = ["Objective", "Plan"]

@@ -8,34 +8,3 @@ which are never used; nor for trust, staleness or ratios, which weigh a rollout 
 rewards are all alike teaches nothing: all zeros. One file per family; `registry` lists all of them with
 source and evidence.
 """
-
-from node.weight.advantage.capability import CapabilityTracker, capability_aware
-from node.weight.advantage.means import dr_grpo, grpo, max_rl, rloo
-from node.weight.advantage.medians import gapo, mad, mc_grpo, pivot
-from node.weight.advantage.minimum_variance import minimum_variance, minimum_variance_baseline
-from node.weight.advantage.numbers import has_signal
-from node.weight.advantage.registry import ADVANTAGES, ALL_ADVANTAGES, Advantage, GroupAdvantage
-from node.weight.advantage.several_rewards import gdpo
-from node.weight.advantage.uniqueness import uniqueness_aware
-
-__all__ = [
-    "ADVANTAGES",
-    "ALL_ADVANTAGES",
-    "Advantage",
-    "CapabilityTracker",
-    "GroupAdvantage",
-    "capability_aware",
-    "dr_grpo",
-    "gapo",
-    "gdpo",
-    "grpo",
-    "has_signal",
-    "mad",
-    "max_rl",
-    "mc_grpo",
-    "minimum_variance",
-    "minimum_variance_baseline",
-    "pivot",
-    "rloo",
-    "uniqueness_aware",
-]

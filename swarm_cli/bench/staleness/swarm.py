@@ -26,7 +26,7 @@ from node.state.paths import bundled
 from node.train.objectives import open_objective
 from node.train.settings import TrainSettings
 from node.train.step import Trainer
-from node.weight.advantage import has_signal
+from node.weight.advantage.numbers import has_signal
 from node.weight.batch import collate
 from node.weight.groups import OWN_SOURCE, TrainingGroup, TrainingRollout
 from node.weight.settings import Treatment, WeightSettings

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from node.train.objectives import Aggregation, LossInputs, Objective, Reference, TokenLoss, all_presets
-from node.train.objectives.presets import decoupled_ppo, mis, ppo_clip, sat, tis
+from node.train.objectives.presets.decoupled import decoupled_ppo, mis, tis
+from node.train.objectives.presets.direct import sat
+from node.train.objectives.presets.proximal import ppo_clip
 from node.train.objectives.ratio import MAX_LOG_RATIO
 
 OBJECTIVES = {each.name: each.make(**dict.fromkeys(each.required, 0.1)) for each in all_presets()} | {

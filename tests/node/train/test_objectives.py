@@ -9,7 +9,10 @@ import torch
 
 from node.train.objectives import Aggregation, Reference, open_objective
 from node.train.objectives.aggregation import row_scale
-from node.train.objectives.presets import compat, dppo_tv, graft, hacpo, ppo_clip, tis
+from node.train.objectives.presets.decoupled import tis
+from node.train.objectives.presets.direct import dppo_tv
+from node.train.objectives.presets.foreign import compat, graft, hacpo
+from node.train.objectives.presets.proximal import ppo_clip
 from protocol.errors import ConfigError
 from tests.node.train.golden import NAN, logs, near, run
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from node.train.objectives import Level, Objective, Reference
-from node.train.objectives.controls import Metric
-from node.train.objectives.presets import (
+from node.train.objectives.controls.drop import Metric
+from node.train.objectives.presets.decoupled import (
     a3po,
     ais,
     decoupled_ppo,

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from node.train.objectives.presets import (
+from node.train.objectives.presets.direct import (
     cispo,
     dis,
     dppo_kl,

@@ -7,7 +7,7 @@ import math
 import torch
 
 from node.train.objectives import LossInputs
-from node.train.objectives.presets import erils
+from node.train.objectives.presets.foreign import erils
 from tests.node.train.golden import NAN, logs, near, run
 
 PI = logs([[0.50, 0.45, 0.55, 0.30], [0.10, 0.35, 0.45, NAN]])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from node.train.objectives import Aggregation, Reference, open_objective
-from node.train.objectives.presets import (
+from node.train.objectives.presets.proximal import (
     copris,
     dapo,
     dr_grpo,

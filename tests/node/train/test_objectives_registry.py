@@ -21,10 +21,12 @@ from node.train.objectives import (
     open_objective,
     require,
 )
-from node.train.objectives.controls import Metric
-from node.train.objectives.presets import copris, decoupled_ppo, gspo, luspo, mis, ppo_ewma, tis
+from node.train.objectives.controls.drop import Metric
+from node.train.objectives.presets.decoupled import decoupled_ppo, mis, ppo_ewma, tis
+from node.train.objectives.presets.proximal import copris
+from node.train.objectives.presets.sequence import gspo, luspo
 from node.train.settings import TrainSettings
-from node.weight.advantage import ADVANTAGES
+from node.weight.advantage.registry import ADVANTAGES
 from node.weight.settings import WeightSettings
 from protocol.charter import found
 from protocol.errors import ConfigError

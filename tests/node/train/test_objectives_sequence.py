@@ -8,7 +8,7 @@ import pytest
 
 from node.train.objectives import Aggregation
 from node.train.objectives.aggregation import row_scale
-from node.train.objectives.presets import gspo, luspo, pnpo, tbpo, topr, topr_token, vcpo, vespo
+from node.train.objectives.presets.sequence import gspo, luspo, pnpo, tbpo, topr, topr_token, vcpo, vespo
 from tests.node.train.golden import NAN, logs, near, run
 
 PI = logs([[0.50, 0.45, 0.55, 0.30], [0.10, 0.35, 0.45, NAN]])

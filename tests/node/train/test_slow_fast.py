@@ -13,7 +13,7 @@ import torch
 
 from node.rollout.policy import Policy
 from node.train.objectives import Reference
-from node.train.objectives.presets import ppo_clip
+from node.train.objectives.presets.proximal import ppo_clip
 from node.train.settings import TrainSettings
 from node.train.slow_fast import SlowFast, SlowFastSettings, SlowFastState
 from node.train.step import Trainer

@@ -16,7 +16,7 @@ from node.rollout.adapter import AdapterSpec
 from node.rollout.engine.base import TokenSequence
 from node.rollout.policy import Policy
 from node.train import step
-from node.train.objectives.presets import ppo_clip
+from node.train.objectives.presets.proximal import ppo_clip
 from node.train.settings import TrainSettings
 from node.train.step import OutOfMemoryError, Trainer
 from node.weight.batch import TrainingBatch, collate

@@ -14,7 +14,7 @@ import torch
 
 from node.config import SuperviseConfig
 from node.rollout.policy import Policy
-from node.train.objectives.presets import dppo_tv
+from node.train.objectives.presets.direct import dppo_tv
 from node.train.old_policy import sequences_of
 from node.train.settings import TrainSettings
 from node.train.slow_fast import SlowFastSettings

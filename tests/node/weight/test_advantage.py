@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from node.weight.advantage import CapabilityTracker, capability_aware, dr_grpo, grpo, has_signal, max_rl, rloo
+from node.weight.advantage.capability import CapabilityTracker, capability_aware
+from node.weight.advantage.means import dr_grpo, grpo, max_rl, rloo
+from node.weight.advantage.numbers import has_signal
 
 REWARDS = st.lists(st.floats(-10, 10), min_size=2, max_size=8)
 

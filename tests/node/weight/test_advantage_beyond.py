@@ -6,7 +6,9 @@ import math
 
 import pytest
 
-from node.weight.advantage import gdpo, minimum_variance, minimum_variance_baseline, uniqueness_aware
+from node.weight.advantage.minimum_variance import minimum_variance, minimum_variance_baseline
+from node.weight.advantage.several_rewards import gdpo
+from node.weight.advantage.uniqueness import uniqueness_aware
 
 # z-scores of (1, 0) are +-0.5 / 0.7071068 = +-0.7071068; those of the format in the first group are 0.
 GROUPS = [

@@ -11,23 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from node.weight.advantage import (
-    ADVANTAGES,
-    ALL_ADVANTAGES,
-    dr_grpo,
-    gapo,
-    gdpo,
-    grpo,
-    has_signal,
-    mad,
-    max_rl,
-    mc_grpo,
-    minimum_variance,
-    minimum_variance_baseline,
-    pivot,
-    rloo,
-    uniqueness_aware,
-)
+from node.weight.advantage.means import dr_grpo, grpo, max_rl, rloo
+from node.weight.advantage.medians import gapo, mad, mc_grpo, pivot
+from node.weight.advantage.minimum_variance import minimum_variance, minimum_variance_baseline
+from node.weight.advantage.numbers import has_signal
+from node.weight.advantage.registry import ADVANTAGES, ALL_ADVANTAGES
+from node.weight.advantage.several_rewards import gdpo
+from node.weight.advantage.uniqueness import uniqueness_aware
 
 Estimate = Callable[[Sequence[float]], tuple[float, ...]]
 

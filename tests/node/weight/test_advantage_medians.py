@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from node.weight.advantage import gapo, mad, mc_grpo, pivot
+from node.weight.advantage.medians import gapo, mad, mc_grpo, pivot
 
 SKEWED = [0.0, 0.3, 0.4, 0.5, 0.9, 1.0]
 OUTLIER = [0.0, 0.01, 0.02, 0.03, 5.0]

@@ -15,7 +15,7 @@ from node.open.settings import train_settings
 from node.rollout.policy import Policy
 from node.state.paths import bundled
 from node.train.objectives import Aggregation
-from node.train.objectives.presets import dppo_tv
+from node.train.objectives.presets.direct import dppo_tv
 from node.train.scales import loss_scales
 from node.train.settings import TrainSettings
 from node.weight.batch import collate

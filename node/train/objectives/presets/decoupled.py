@@ -8,7 +8,10 @@ missing-old-logit problem, arXiv 2605.12070); "ewma" approximates it.
 from __future__ import annotations
 
 from node.train.objectives.aggregation import Aggregation
-from node.train.objectives.controls import AdaptiveMixing, Band, Clip, Control, Metric, Normalise, Truncate
+from node.train.objectives.controls.base import Control
+from node.train.objectives.controls.clip import Clip
+from node.train.objectives.controls.drop import Band, Metric
+from node.train.objectives.controls.weigh import AdaptiveMixing, Normalise, Truncate
 from node.train.objectives.objective import Objective
 from node.train.objectives.ratio import Level, Ratio, Reference
 from node.train.objectives.registry import Evidence, preset

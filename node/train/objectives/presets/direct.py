@@ -4,20 +4,11 @@ tokens."""
 from __future__ import annotations
 
 from node.train.objectives.aggregation import Aggregation
-from node.train.objectives.controls import (
-    AdaptiveRegion,
-    Band,
-    BinaryKl,
-    Clip,
-    Control,
-    Freshness,
-    Penalty,
-    Score,
-    SecondMomentClip,
-    SecondMomentMask,
-    TotalVariation,
-    Truncate,
-)
+from node.train.objectives.controls.base import Control
+from node.train.objectives.controls.clip import AdaptiveRegion, Clip, SecondMomentClip
+from node.train.objectives.controls.drop import Band, BinaryKl, SecondMomentMask, TotalVariation
+from node.train.objectives.controls.shape import Penalty, Score
+from node.train.objectives.controls.weigh import Freshness, Truncate
 from node.train.objectives.objective import Objective
 from node.train.objectives.ratio import ON_POLICY, Level, Ratio, Reference
 from node.train.objectives.registry import Evidence, preset

@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 from node.train.objectives.aggregation import Aggregation
-from node.train.objectives.controls import (
-    AgentProduct,
-    Clamp,
-    Clip,
-    LengthBand,
-    SourceAdvantage,
-    Truncate,
-    Usual,
-)
+from node.train.objectives.controls.clip import Clamp, Clip
+from node.train.objectives.controls.foreign import AgentProduct, LengthBand, SourceAdvantage, Usual
+from node.train.objectives.controls.weigh import Truncate
 from node.train.objectives.objective import Objective
 from node.train.objectives.ratio import Level, Ratio, Reference
 from node.train.objectives.registry import Evidence, preset

@@ -10,7 +10,9 @@ from __future__ import annotations
 import math
 
 from node.train.objectives.aggregation import Aggregation
-from node.train.objectives.controls import Band, Clip, Penalty, Score, SoftGate, SuffixVeto
+from node.train.objectives.controls.clip import Clip
+from node.train.objectives.controls.drop import Band, SuffixVeto
+from node.train.objectives.controls.shape import Penalty, Score, SoftGate
 from node.train.objectives.objective import Objective
 from node.train.objectives.ratio import MAX_LOG_RATIO, ON_POLICY, Level, Ratio, Reference
 from node.train.objectives.registry import Evidence, preset

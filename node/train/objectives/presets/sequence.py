@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from node.train.objectives.aggregation import Aggregation
-from node.train.objectives.controls import Band, Clip, Gamma, Score, Truncate
+from node.train.objectives.controls.clip import Clip
+from node.train.objectives.controls.drop import Band
+from node.train.objectives.controls.shape import Score
+from node.train.objectives.controls.weigh import Gamma, Truncate
 from node.train.objectives.objective import Objective
 from node.train.objectives.ratio import ON_POLICY, Level, Ratio, Reference
 from node.train.objectives.registry import Evidence, preset
