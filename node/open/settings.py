@@ -86,10 +86,8 @@ def resolved(config: NodeConfig, policy: Policy, plan: MemoryPlan) -> NodeConfig
 def train_settings(config: NodeConfig, charter: Charter) -> TrainSettings:
     """What the trainer and the batches need, apart from the memory plan. Raises ConfigError for an objective
     that this node cannot feed, for options that it does not have, and for merges of adapters."""
-    from node.train.ess_scaling import EssScaling
     from node.train.objectives import EVERY_TRAINER, Aggregation, Need, open_objective, require
     from node.train.settings import TrainSettings
-    from node.train.slow_fast import SlowFastSettings
     from node.weight.advantage.registry import ADVANTAGES
     from node.weight.settings import Treatment, WeightSettings
 
@@ -120,8 +118,8 @@ def train_settings(config: NodeConfig, charter: Charter) -> TrainSettings:
         length_norm_tokens=charter.max_new_tokens,
         own=own,
         compat=compat,
-        ess_scaling=EssScaling() if train.ess_scaling else None,
-        slow_fast=SlowFastSettings() if train.slow_fast else None,
+        ess_scaling=train.ess_scaling,
+        slow_fast=train.slow_fast,
         weight=WeightSettings(
             local_groups=train.local_groups,
             external_groups=train.external_groups,

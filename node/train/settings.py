@@ -6,11 +6,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from node.rollout.adapter import AdapterSpec
-from node.train.ess_scaling import EssScaling
 from node.train.objectives import Need, Objective
 from node.train.objectives.presets.foreign import compat, graft, hacpo
 from node.train.objectives.presets.sequence import topr
-from node.train.slow_fast import SlowFastSettings
 from node.weight.settings import Treatment, WeightSettings
 
 __all__ = ["TrainSettings"]
@@ -42,9 +40,9 @@ class TrainSettings:
     graft: Objective = field(default_factory=graft)
     weight: WeightSettings = field(default_factory=WeightSettings)
     """What batches are made of."""
-    ess_scaling: EssScaling | None = None
+    ess_scaling: bool = False
     """Shrink the learning rate of steps that few rollouts decide."""
-    slow_fast: SlowFastSettings | None = None
+    slow_fast: bool = False
     """Several updates a step while it helps."""
     device: str = "cpu"
     dtype: str = "float32"

@@ -4,7 +4,7 @@
 
 Each pass is an optimiser step over the whole batch. Later ones must measure their ratios against theta_0,
 which the caller sees to. Moments are not repositioned. A rising entropy ends it: once the newest entropy lies
-`threshold` standard deviations above the mean of the last `window` steps (itself among them), every later
+`THRESHOLD` standard deviations above the mean of the last `WINDOW` steps (itself among them), every later
 step is a plain one, for good, also after a resume (`state`). An entropy that merely fluctuates does so in one
 step of six, hence this is for the first steps of a run. Source: arXiv 2510.04072, `Urheen/SFPO` (README,
 entropy rule in its `Code` tree). Evidence: EXACT: K = 3, a = 0.8, 30 steps, 1.0 deviations of the population.
@@ -17,7 +17,6 @@ one version: nobody may see the weights in between.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from statistics import fmean, pstdev
 from typing import Protocol, TypeVar
 
@@ -25,9 +24,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from protocol.errors import ConfigError
-
-__all__ = ["Pass", "SlowFast", "SlowFastSettings", "SlowFastState"]
+__all__ = ["Pass", "SlowFast", "SlowFastState"]
 
 
 class Pass(Protocol):
@@ -42,23 +39,12 @@ class Pass(Protocol):
 Report = TypeVar("Report", bound=Pass)
 
 
-@dataclass(frozen=True)
-class SlowFastSettings:
-    """Raises ConfigError."""
-
-    passes: int = 3
-    """K: passes before the weights go back."""
-    step: float = 0.8
-    """a: how much of the way they keep."""
-    threshold: float = 1.0
-    window: int = 30
-
-    def __post_init__(self) -> None:
-        if self.passes < 1 or not 0.0 <= self.step <= 1.0 or self.window < 2:
-            raise ConfigError(
-                f"train.slow_fast has {self.passes} passes, step {self.step:g} and window {self.window}; it "
-                "needs at least 1 pass, a step between 0 and 1, and a window of at least 2"
-            )
+PASSES = 3
+"""K: passes before the weights go back."""
+STEP = 0.8
+"""a: how much of the way they keep."""
+THRESHOLD = 1.0
+WINDOW = 30
 
 
 class SlowFastState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -72,8 +58,7 @@ class SlowFastState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class SlowFast:
     """Makes a step of passes, while it is on. `state` may be replaced by an earlier one."""
 
-    def __init__(self, settings: SlowFastSettings) -> None:
-        self.settings = settings
+    def __init__(self) -> None:
         self.state = SlowFastState()
 
     def step(self, learning: Mapping[str, Tensor], once: Callable[[], Report]) -> list[Report]:
@@ -84,24 +69,24 @@ class SlowFast:
             return [once()]
         start = {name: tensor.clone() for name, tensor in learning.items()}
         reports: list[Report] = []
-        while len(reports) < self.settings.passes and not (reports and reports[-1].skipped):
+        while len(reports) < PASSES and not (reports and reports[-1].skipped):
             reports.append(once())
         if reports[0].skipped:
             return reports
         with torch.no_grad():
             for name, tensor in learning.items():
-                tensor.lerp_(start[name], 1.0 - self.settings.step)
+                tensor.lerp_(start[name], 1.0 - STEP)
         if not reports[-1].skipped:
             reports.append(once())
         return reports
 
     def observe(self, entropy: float) -> bool:
         """Take note of the entropy (nats) that the last pass of a step met. True when that has ended it."""
-        entropies = (*self.state.entropies, entropy)[-self.settings.window :]
+        entropies = (*self.state.entropies, entropy)[-WINDOW:]
         on = self.state.on
-        if on and len(entropies) == self.settings.window:
+        if on and len(entropies) == WINDOW:
             deviation = pstdev(entropies) + 1e-9
-            on = (entropy - fmean(entropies)) / deviation < self.settings.threshold
+            on = (entropy - fmean(entropies)) / deviation < THRESHOLD
         ended = self.state.on and not on
         self.state = SlowFastState(on=on, entropies=entropies)
         return ended

@@ -31,7 +31,7 @@ from node.events import Gaps, SourceShare
 from node.rollout.adapter import adapter_state, adapter_tensors, wrap
 from node.rollout.engine.base import TokenSequence
 from node.rollout.policy import Policy
-from node.train.ess_scaling import ess_share, sequence_log_weights
+from node.train.ess_scaling import ess_share, rate_factor, sequence_log_weights
 from node.train.forward import completion_logprobs, packed
 from node.train.metrics import RowSums, by_kind, by_source, gaps
 from node.train.objectives import LossInputs, Plan
@@ -130,7 +130,7 @@ class Trainer:
         """Optimiser steps made since the optimiser was new; drives the warm-up."""
         self.steps = 0
         """Steps that this object has made and that changed the weights, but for those taken back."""
-        self.slow_fast = SlowFast(settings.slow_fast) if settings.slow_fast is not None else None
+        self.slow_fast = SlowFast() if settings.slow_fast else None
 
     def step(self, batch: TrainingBatch) -> StepReport:
         """Train on `batch` once. Raises nothing for numbers that overflow: the report says `skipped`. Raises
@@ -177,8 +177,7 @@ class Trainer:
         ess = ess_share(
             sequence_log_weights(logprobs_BT[own_B], batch.behaviour_BT[own_B], batch.mask_BT[own_B])
         )
-        scaling = self.settings.ess_scaling
-        learning_rate = self.learning_rate() * (scaling.factor(ess) if scaling is not None else 1.0)
+        learning_rate = self.learning_rate() * (rate_factor(ess) if self.settings.ess_scaling else 1.0)
         nonfinite = int((~batch.advantages_B.isfinite()).sum())
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
         skipped = not finite or nonfinite == len(batch.advantages_B)

@@ -23,7 +23,6 @@ from torch import Tensor
 from node.rollout.engine.base import TokenSequence
 from node.rollout.policy import Policy
 from node.state.paths import bundled
-from node.train.ess_scaling import EssScaling
 from node.train.ewma import Ewma
 from node.train.settings import TrainSettings
 from node.train.step import StepReport, Trainer
@@ -142,7 +141,7 @@ class _Learner:
             warmup_steps=settings.warmup_steps,
             measure_start_kl=False,
             own=self.method.objective,
-            ess_scaling=EssScaling() if self.method.ess_scaling else None,
+            ess_scaling=self.method.ess_scaling,
         )
         self._trainer = Trainer(self._policy, self._settings)
         self._treatments = ByGroup(self._settings.weight)

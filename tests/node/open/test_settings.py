@@ -17,8 +17,6 @@ from node.rollout.adapter import AdapterSpec
 from node.rollout.policy import Policy
 from node.state.paths import Home, bundled
 from node.train.checkpoint import CheckpointState
-from node.train.ess_scaling import EssScaling
-from node.train.slow_fast import SlowFastSettings
 from protocol.charter import found
 from protocol.errors import ConfigError
 from protocol.identity import Identity
@@ -135,14 +133,14 @@ def test_settings_follow_the_plan(config: NodeConfig) -> None:
 def test_what_surrounds_a_step_follows_the_configuration(config: NodeConfig) -> None:
     charter = found(OURS, rules(), 0)
     plain = train_settings(load_config([], {"policy.device": "cpu"}), charter)
-    assert (plain.ess_scaling, plain.slow_fast) == (None, None)
+    assert (plain.ess_scaling, plain.slow_fast) == (False, False)
     keys = {
         "policy.device": "cpu",
         "train.ess_scaling": True,
         "train.slow_fast": True,
     }
     settings = train_settings(load_config([], keys), charter)
-    assert (settings.ess_scaling, settings.slow_fast) == (EssScaling(), SlowFastSettings())
+    assert (settings.ess_scaling, settings.slow_fast) == (True, True)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from node.train.checkpoint import (
     take_weights,
 )
 from node.train.settings import TrainSettings
-from node.train.slow_fast import SlowFastSettings, SlowFastState
+from node.train.slow_fast import SlowFastState
 from node.train.step import Trainer
 from node.weight.batch import TrainingBatch, collate
 from protocol.errors import ConfigError, ModelError
@@ -74,7 +74,7 @@ def test_resume_is_byte_exact(policy: Policy, batch: TrainingBatch, tmp_path: Pa
 
 def test_slow_fast_goes_on_where_it_was(policy: Policy, batch: TrainingBatch, tmp_path: Path) -> None:
     """Also once it has ended. A run that was begun without it begins with it."""
-    settings = dataclasses.replace(SETTINGS, slow_fast=SlowFastSettings())
+    settings = dataclasses.replace(SETTINGS, slow_fast=True)
     first = Trainer(policy, settings)
     assert first.slow_fast is not None
     first.slow_fast.state = SlowFastState(on=False, entropies=(1.0, 2.0))

@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 
-from node.train.ess_scaling import EssScaling, ess_share, sequence_log_weights
-from protocol.errors import ConfigError
+from node.train.ess_scaling import ess_share, rate_factor, sequence_log_weights
 
 
 def logs(*weights: float) -> torch.Tensor:
@@ -61,22 +60,6 @@ def test_a_bad_number_under_the_mask_costs_its_row() -> None:
     assert found.isnan().tolist() == [True, False]
 
 
-@pytest.mark.parametrize(
-    ("base", "rule", "ess", "expected"),
-    [
-        (1.0, "sqrt", 0.25, 0.5),
-        (1.0, "linear", 0.25, 0.25),
-        (0.5, "sqrt", 0.125, 0.5),
-        (0.5, "linear", 0.125, 0.25),
-        (0.5, "sqrt", 0.6, 1.0),
-        (1.0, "sqrt", 1.0, 1.0),
-    ],
-)
-def test_factor_by_rule_and_base(base: float, rule: str, ess: float, expected: float) -> None:
-    assert EssScaling(base, rule).factor(ess) == expected  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(("base", "rule"), [(0.0, "sqrt"), (1.5, "sqrt"), (math.nan, "sqrt"), (1.0, "cubic")])
-def test_what_is_no_base_or_rule_is_refused(base: float, rule: str) -> None:
-    with pytest.raises(ConfigError, match="of the ESS scaling"):
-        EssScaling(base, rule)  # type: ignore[arg-type]
+@pytest.mark.parametrize(("ess", "expected"), [(0.25, 0.5), (1.0, 1.0)])
+def test_the_learning_rate_goes_with_the_root(ess: float, expected: float) -> None:
+    assert rate_factor(ess) == expected

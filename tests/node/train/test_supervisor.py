@@ -17,7 +17,6 @@ from node.rollout.policy import Policy
 from node.train.objectives.presets.direct import dppo_tv
 from node.train.old_policy import sequences_of
 from node.train.settings import TrainSettings
-from node.train.slow_fast import SlowFastSettings
 from node.train.stability import RollBack, Sign
 from node.train.step import StepReport, Trainer
 from node.train.supervisor import Supervisor
@@ -218,7 +217,7 @@ def test_two_states_are_held_only_for_probes(policy: Policy, batch: TrainingBatc
 
 def test_a_step_of_several_passes_goes_back_as_one(policy: Policy, batch: TrainingBatch) -> None:
     """Also what slow-fast remembers of it."""
-    settings = dataclasses.replace(SETTINGS, slow_fast=SlowFastSettings())
+    settings = dataclasses.replace(SETTINGS, slow_fast=True)
     trainer = Trainer(policy, settings)
     supervisor = Supervisor(trainer, LIMITS)
     assert supervisor.step(batch).rolled_back is None
