@@ -2,20 +2,18 @@
 
 `load_or_create_key` is what a node calls. The file is a libp2p `PrivateKey` protobuf, the same bytes that the
 network daemon reads, so there is one key and one file. It is created whole or not at all, with mode 0600 from
-its first moment, and never overwritten. A file that others can read, that belongs to somebody else, or that
-is a symbolic link is refused with the command that mends it. Not for showing or moving keys.
+its first moment, and never overwritten. Not for showing or moving keys.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import stat
 from pathlib import Path
 from shlex import quote
 
-from node.state.stores import sync
+from node.state.stores import complete_file
 from protocol.errors import KeyFileError
 from protocol.identity import Identity
 
@@ -74,24 +72,13 @@ def load_key(path: Path) -> Identity:
 
 
 def _create(path: Path, identity: Identity) -> Identity:
-    """Write a temporary file with O_EXCL and link it to `path`: the key appears complete, or the path was
-    taken (`FileExistsError`), also when the machine stops in between."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    """The key appears complete, or the path was taken (`FileExistsError`), also when the machine stops in
+    between."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor = os.open(
-            temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, KEY_FILE_MODE
-        )
-        try:
-            with open(descriptor, "wb") as file:
-                file.write(identity.to_libp2p())
-                file.flush()
-                os.fchmod(descriptor, KEY_FILE_MODE)  # whatever the umask was
-                os.fsync(descriptor)
+        with complete_file(path, identity.to_libp2p(), KEY_FILE_MODE) as temporary:
             os.link(temporary, path)  # unlike rename, this never replaces an existing file
-        finally:
-            temporary.unlink(missing_ok=True)
-        sync(path.parent)
+            temporary.unlink()
     except FileExistsError:
         raise
     except OSError as error:

@@ -1,13 +1,11 @@
 """Small durable state that must outlive `kill -9`: sequence numbers, and which envelopes were counted.
 
-- `write_atomically`: temporary file, fsync, rename, fsync of the folder. Readers see the old bytes or the
-new.
+- `write_atomically`: temporary file, fsync, rename, fsync of the folder.
 - `SequenceStore`: numbers are reserved on disk by the block before the first of them is used, so a node that
-is killed jumps over the rest of its block and never repeats a number. A lost file is made up for by the
-clock.
+is killed jumps over the rest of its block and never repeats a number.
 - `ReplayStore`: every admission is appended to a journal before it counts; now and then the journal is folded
-into a snapshot. A record cut short by a kill was not counted. State that is damaged is not trusted: the node
-then refuses all that was created before it noticed, rather than count something twice.
+into a snapshot. State that is damaged is not trusted: the node then refuses all that was created before it
+noticed, rather than count something twice.
 
 One process owns a store at a time (the node holds the lock of its home). Not for bulk data such as
 checkpoints.
@@ -21,6 +19,7 @@ import os
 import secrets
 import struct
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Protocol
 
@@ -38,6 +37,7 @@ __all__ = [
     "SequenceSource",
     "SequenceStore",
     "WindowStore",
+    "complete_file",
     "remove_leftovers",
     "sync",
     "write_atomically",
@@ -46,6 +46,14 @@ __all__ = [
 
 def write_atomically(path: Path, data: bytes, mode: int = 0o600) -> None:
     """Replace `path` by `data` at once and durably. Raises OSError, and then `path` is as it was."""
+    with complete_file(path, data, mode) as temporary:
+        os.replace(temporary, path)
+
+
+@contextlib.contextmanager
+def complete_file(path: Path, data: bytes, mode: int = 0o600) -> Iterator[Path]:
+    """A file beside `path` with all of `data` on the disk, for the block to move to `path`; then the folder
+    is synced too. Raises OSError, and when anything fails the file is deleted."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
@@ -54,7 +62,7 @@ def write_atomically(path: Path, data: bytes, mode: int = 0o600) -> None:
             file.flush()
             os.fchmod(descriptor, mode)  # whatever the umask was
             os.fsync(descriptor)
-        os.replace(temporary, path)
+        yield temporary
     except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -69,6 +77,15 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _read(path: Path, max_bytes: int = -1) -> bytes:
+    """What is in `path`, empty where there is none."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(max_bytes)
+    except FileNotFoundError:
+        return b""
 
 
 def remove_leftovers(folder: Path) -> int:
@@ -105,8 +122,8 @@ class MemorySequence:
 class SequenceStore:
     """Strictly increasing numbers across restarts, kills and a lost file.
 
-    The file holds the first number that is *not* reserved. Numbers start at the later of that and the clock
-    (1,024 numbers a millisecond), so even without the file they rise as long as the clock does.
+    The file holds the first number that is *not* reserved. Numbers start at the later of that and the clock,
+    so even without the file they rise as long as the clock does.
     """
 
     BLOCK = 4096
@@ -130,11 +147,7 @@ class SequenceStore:
 
     def _read(self) -> int:
         """The stored number; 0 when there is none or it is damaged, the clock then decides."""
-        try:
-            with open(self._path, "rb") as file:
-                text = file.read(32)
-        except FileNotFoundError:
-            return 0
+        text = _read(self._path, 32)
         return int(text) if text.endswith(b"\n") and text[:-1].isdigit() and len(text) < 20 else 0
 
 
@@ -162,10 +175,7 @@ class WindowStore:
 
     def newest(self) -> int:
         """That window; -1 when there is no file or it is damaged (at worst, peers see one equivocation)."""
-        try:
-            text = self._path.read_bytes()[:32].strip()
-        except FileNotFoundError:
-            return -1
+        text = _read(self._path, 32).strip()
         return int(text) if text.isdigit() else -1
 
     def begun(self, window: int) -> None:
@@ -243,27 +253,19 @@ class ReplayStore:
         return open(descriptor, "ab", buffering=0)
 
     def _restore(self, now_ms: int) -> None:
-        try:
-            snapshot = self._snapshot_path.read_bytes()
-        except FileNotFoundError:
-            snapshot = b""
-        if snapshot:
+        if snapshot := _read(self._snapshot_path):
             try:
                 self._cache.restore(snapshot)
             except DecodeError:
                 self._distrust(now_ms)
-        try:
-            journal = self._journal_path.read_bytes()
-        except FileNotFoundError:
-            return
+        journal = _read(self._journal_path)
         whole = len(journal) - len(journal) % _JOURNAL_RECORD.size
         for at in range(0, whole, _JOURNAL_RECORD.size):
-            checked = journal[at : at + _CHECKED_BYTES]
-            *_, crc = _JOURNAL_RECORD.unpack_from(journal, at)
-            if crc != zlib.crc32(checked):
+            record = journal[at : at + _JOURNAL_RECORD.size]
+            name, sequence, created_at, expires_at, admitted_at, crc = _JOURNAL_RECORD.unpack(record)
+            if crc != zlib.crc32(record[:_CHECKED_BYTES]):
                 self._distrust(now_ms)
                 return
-            name, sequence, created_at, expires_at, admitted_at, _ = _JOURNAL_RECORD.unpack_from(journal, at)
             with contextlib.suppress(ReplayError, FreshnessError):  # already in the snapshot
                 self._cache.admit(name.decode("ascii"), sequence, created_at, expires_at, admitted_at)
 
