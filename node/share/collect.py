@@ -25,6 +25,7 @@ from node.peers.trust import Hardness
 from node.runtime import Runtime
 from node.share.gossip import Gossip
 from node.share.heard import Candidate, Heard
+from node.share.own import Sharing
 from node.share.pool import ReplayPool
 from node.supervise import StageGauge
 from node.transport.base import Transport
@@ -63,13 +64,6 @@ class _Observer(Protocol):
     def is_fresh(self, heard: Heard) -> bool: ...
 
 
-class _Sharing(Protocol):
-    """`node.weights.engine_sync.EngineSync`: why this node shares nothing more, "" while it does."""
-
-    @property
-    def not_sharing(self) -> str: ...
-
-
 async def fetch_body(transport: Transport, peer_id: PeerId, heard: Heard, timeout_s: float) -> bytes:
     """The announced blob from `peer_id`. Raises DecodeError when the size differs, TransportError or
     TimeoutError."""
@@ -104,7 +98,7 @@ class Collector:
         gossip: Gossip,
         pool: ReplayPool,
         verifier: _Observer,
-        sharing: _Sharing,
+        sharing: Sharing,
         config: NodeConfig,
     ) -> None:
         self._runtime = runtime

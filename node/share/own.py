@@ -9,6 +9,7 @@ Not for how a group is announced and served (`publish.py`), nor for why a node s
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from node.share.accepted import Accepted
@@ -21,33 +22,26 @@ Publish = Callable[[Accepted, bytes], Awaitable[None]]
 
 
 class Sharing(Protocol):
-    """Who knows whether this node may share."""
+    """Why this node shares nothing more, "" while it does."""
 
     @property
-    def not_sharing(self) -> str:
-        """Why not, "" while it may."""
-        ...
+    def not_sharing(self) -> str: ...
 
 
 async def keep_to_oneself(own: Accepted, body: bytes) -> None:
     """What a node without a network does with its groups."""
 
 
+@dataclass(frozen=True)
 class OwnSharing:
     """Publishes own groups by `publisher`; `observe` is told of each first, so that copies of it are seen."""
 
-    def __init__(
-        self,
-        publisher: Publisher,
-        sharing: Sharing,
-        observe: Callable[[Accepted], None] = lambda own: None,
-    ) -> None:
-        self._publisher = publisher
-        self._sharing = sharing
-        self._observe = observe
+    publisher: Publisher
+    sharing: Sharing
+    observe: Callable[[Accepted], None] = lambda own: None
 
     async def publish(self, own: Accepted, body: bytes) -> None:
         """Announce this group and serve its body, unless this node must not share."""
-        if not self._sharing.not_sharing:
-            self._observe(own)
-            await self._publisher.publish(own, body)
+        if not self.sharing.not_sharing:
+            self.observe(own)
+            await self.publisher.publish(own, body)

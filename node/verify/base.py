@@ -96,10 +96,9 @@ class Item(Heard):
 
 
 class Check(Protocol):
-    """One question to an item. `hard`: a failure rejects; otherwise it only lowers trust."""
+    """One question to an item."""
 
     name: str
-    hard: bool
 
     def check(self, item: Item) -> Verdict:
         """Blocking; callable without an event loop."""

@@ -3,12 +3,10 @@
 Equal text proves nothing: after 60 steps 70 % of one honest node's completions also occur in another's group.
 So what is summed up is the evidence against coincidence, and nothing else counts:
 
-    drawn   -sum of the claimed log-probabilities of the matching completions, minus the ways to match them:
-            the chance that the later author drew the same tokens by itself, under its own claim. It holds
-            between nodes with equal weights, too, and catches copies whose log-probabilities were replaced.
-    equal   per distinct prefix, how unlikely two different sets of weights give this log-probability: equal
-            to the last bit, or within 0.001. Certain tokens (log-probability near 0) say nothing, and a
-            prefix shared by several completions counts once. Left out where the weights may be the same.
+    drawn   -sum of the claimed log-probabilities of the matching completions, minus the ways to match them.
+            Holds between equal weights too, and catches copies whose log-probabilities were replaced.
+    equal   per distinct prefix, how unlikely two different sets of weights give this log-probability, to the
+            last bit or within 0.001. Left out where the weights may be the same.
 
 A copy is claimed above 20 nats: one honest pair of groups in 5e8. Groups with less information than that
 cannot be told from honest ones, and such a copy gains its author little: the prompt had to be its own.

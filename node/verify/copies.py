@@ -35,7 +35,6 @@ class Copies:
     """The index and the check on it. Hard."""
 
     name = "copies"
-    hard = True
 
     def __init__(self, max_prints: int = MAX_PRINTS) -> None:
         self._max_prints = max_prints
@@ -56,10 +55,6 @@ class Copies:
             holders[key] = None
         while len(self._prints) > self._max_prints:
             self._drop(next(iter(self._prints)))
-
-    def forget(self, item: Item) -> None:
-        """A later check refused the group: it must not accuse others."""
-        self._drop((item.group.author, item.group.prompt.window, item.group.prompt.slot))
 
     def check(self, item: Item) -> Verdict:
         """See `Check.check`."""

@@ -26,7 +26,6 @@ class Freshness:
     blameless."""
 
     name = "freshness"
-    hard = True
 
     def __init__(self, membership: Membership, peers: PeerBook, own: OwnPolicy | None = None) -> None:
         self._membership = membership

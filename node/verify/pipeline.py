@@ -22,6 +22,7 @@ from node.environment.tasks import Prompt
 from node.events import CheckCount, CheckOutcome
 from node.membership import Membership
 from node.peers.book import PeerBook
+from node.sandbox.scorer import Scorer
 from node.share.accepted import Accepted
 from node.share.heard import Candidate, Heard
 from node.verify.base import ACCEPT, Check, Decision, Item, Judgement, Verdict, reject
@@ -31,7 +32,7 @@ from node.verify.ledger import Ledger
 from node.verify.lineage import LineageClaim, OwnPolicy
 from node.verify.plausibility import Plausibility
 from node.verify.provenance import Duplicate, PromptDerivation, SameEnvironment, SkipShare, SlotDerivation
-from node.verify.reward import GroupScorer, Reward
+from node.verify.reward import Reward
 from node.verify.schema import Schema
 from node.verify.tokens import Decode, PrefixConsistency, Tokens
 from protocol.constants import MAX_CLOCK_SKEW_MS
@@ -88,7 +89,7 @@ class Verifier:
         membership: Membership,
         peers: PeerBook,
         item_at: Callable[[int], Prompt],
-        scorer: GroupScorer,
+        scorer: Scorer,
         decoders: Mapping[Digest, Decode],
         *,
         own: OwnPolicy | None = None,

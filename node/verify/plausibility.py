@@ -11,49 +11,29 @@ gap.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
-from node.rollout.engine.base import TokenSequence
+from node.rollout.engine.base import Engine, TokenSequence
 from node.verify.base import ACCEPT, Item, Verdict, suspect
 from protocol.messages import FinishReason, VerificationRules
 
-__all__ = ["LocalEngine", "LocalPolicy", "Plausibility"]
+if TYPE_CHECKING:  # a node that only observes needs no torch
+    from node.rollout.policy import Policy
+
+__all__ = ["Plausibility"]
 
 MAX_TOKENS_PER_NEW_TOKEN = 8
 """A re-tokenized completion longer than this times the charter's cap is not worth a forward pass."""
-
-
-class LocalPolicy(Protocol):
-    """The tokenizer side of `node.rollout.policy.Policy`."""
-
-    @property
-    def tokenizer_digest(self) -> str: ...
-    @property
-    def vocab_size(self) -> int: ...
-    def encode_prompt(self, question: str) -> list[int]: ...
-    def encode_completion(self, text: str, finished: bool) -> list[int]: ...
-
-
-class LocalEngine(Protocol):
-    """The scoring side of `node.rollout.engine.base.Engine`."""
-
-    @property
-    def context(self) -> int: ...
-    def logprobs(self, sequences: Sequence[TokenSequence]) -> list[NDArray[np.float32]]: ...
 
 
 class Plausibility:
     """`implausible_logprobs`: more nats per token apart than the charter's `max_logprob_gap`. Soft."""
 
     name = "plausibility"
-    hard = False
 
-    def __init__(
-        self, rules: VerificationRules, max_new_tokens: int, policy: LocalPolicy, engine: LocalEngine
-    ) -> None:
+    def __init__(self, rules: VerificationRules, max_new_tokens: int, policy: Policy, engine: Engine) -> None:
         self._max_gap = rules.max_logprob_gap
         self._max_tokens = MAX_TOKENS_PER_NEW_TOKEN * max_new_tokens
         self._policy = policy

@@ -29,7 +29,6 @@ class SlotDerivation:
     Hard."""
 
     name = "slot"
-    hard = True
 
     def __init__(self, charter: Charter, swarm_id: Digest, ledger: Ledger) -> None:
         self._charter = charter
@@ -54,7 +53,6 @@ class SameEnvironment:
     is not known."""
 
     name = "environment"
-    hard = True
 
     def __init__(self, pin: Callable[[PromptRef], str]) -> None:
         self._pin = pin
@@ -69,7 +67,6 @@ class Duplicate:
     """`duplicate`: this very group was judged before, or is being judged now. Hard, blameless."""
 
     name = "duplicate"
-    hard = True
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -84,7 +81,6 @@ class SkipShare:
     allows."""
 
     name = "skips"
-    hard = False
 
     def __init__(self, charter: Charter, ledger: Ledger) -> None:
         self._charter = charter
@@ -103,7 +99,6 @@ class PromptDerivation:
     item of a universe index, usually `node.rollout.prompts.Universe.item`, which remembers it."""
 
     name = "prompt"
-    hard = True
 
     def __init__(self, item_at: Callable[[int], Prompt]) -> None:
         self._item_at = item_at

@@ -7,37 +7,25 @@ claim that differs by more than rounding is a lie (`false_reward`), however smal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
 
 from node.environment.tasks import Completion, Prompt
-from node.sandbox.scorer import ScoredGroup, ScoreFailure
+from node.sandbox.scorer import ScoreFailure, Scorer
 from node.verify.base import ACCEPT, Item, Verdict, reject, same_values
 from protocol.messages import FinishReason
 
-__all__ = ["GroupScorer", "Reward"]
+__all__ = ["Reward"]
 
 ROUNDING = 1e-6
-
-
-class GroupScorer(Protocol):
-    """`node.sandbox.scorer.Scorer`, or a fake of it."""
-
-    def score(
-        self, environment: str, seed: int, index: int, completions: Sequence[Completion]
-    ) -> ScoredGroup | ScoreFailure:
-        """Blocking and thread-safe; raises nothing for any text."""
-        ...
 
 
 class Reward:
     """Re-execution of the rewards. Hard. Its verdict carries this node's own rewards."""
 
     name = "reward"
-    hard = True
 
-    def __init__(self, item_at: Callable[[int], Prompt], scorer: GroupScorer) -> None:
+    def __init__(self, item_at: Callable[[int], Prompt], scorer: Scorer) -> None:
         self._item_at = item_at
         self._scorer = scorer
 

@@ -35,7 +35,6 @@ class Tokens:
     digest."""
 
     name = "tokens"
-    hard = True
 
     def __init__(self, charter: Charter, decoders: Mapping[Digest, Decode]) -> None:
         self._charter = charter
@@ -68,7 +67,6 @@ class PrefixConsistency:
     Soft."""
 
     name = "consistency"
-    hard = False
 
     def check(self, item: Item) -> Verdict:
         """See `Check.check`."""

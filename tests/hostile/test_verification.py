@@ -30,7 +30,6 @@ from node.sandbox.scorer import ScoredGroup, ScoreFailure, Scorer
 from node.share.heard import Candidate
 from node.verify.base import Judgement
 from node.verify.pipeline import Verifier
-from node.verify.reward import GroupScorer
 from protocol.charter import swarm_id
 from protocol.codec import encode
 from protocol.messages import (
@@ -107,7 +106,7 @@ def verifier(scorer: Scorer) -> Verifier:
     return make_verifier(scorer)
 
 
-def make_verifier(scorer: GroupScorer, *, enabled: bool = True) -> Verifier:
+def make_verifier(scorer: Scorer, *, enabled: bool = True) -> Verifier:
     return Verifier(
         *make_peers(make_runtime(FixedClock(EPOCH_MS)), identity("node"), CHARTER),
         universe().item,
