@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
+from itertools import chain, islice, zip_longest
 
 from node.share.accepted import Accepted
 from protocol.messages import Digest, PeerId
@@ -70,16 +71,10 @@ class ReplayPool:
             by_peer.setdefault(pooled.group.author, []).append(pooled)
         for groups in by_peer.values():
             groups.sort(key=lambda pooled: (self._uses[pooled.digest], -pooled.arrived_at, pooled.digest))
-        drawn: list[Accepted] = []
         peers = sorted(by_peer)
         self._rng.shuffle(peers)
-        while peers and len(drawn) < count:
-            for peer in list(peers):
-                if len(drawn) == count:
-                    break
-                drawn.append(by_peer[peer].pop(0))
-                if not by_peer[peer]:
-                    peers.remove(peer)
+        rounds = zip_longest(*(by_peer[peer] for peer in peers))
+        drawn = list(islice(filter(None, chain.from_iterable(rounds)), count))
         used = [(pooled, self._uses[pooled.digest]) for pooled in drawn]
         for pooled in drawn:
             self._uses[pooled.digest] += 1
