@@ -17,7 +17,6 @@ is given as `rollouts`), nor for getting one version (`tracker.py`).
 from __future__ import annotations
 
 import asyncio
-from typing import Protocol
 
 from cachetools import LRUCache
 
@@ -34,28 +33,17 @@ from node.weights.chain.bf16 import U16, to_tensors
 from node.weights.chain.chains import MAX_WAIT_S
 from node.weights.follow.choose import choose_owner
 from node.weights.follow.probe import FollowerProbe
+from node.weights.follow.rollouts import FollowerRollouts
 from node.weights.follow.tracker import Tracker, useless_blobs
 from node.weights.sharing import WeightsSharing
 from protocol.messages import Lineage, PeerId
 
-__all__ = ["Follower", "Rollouts"]
+__all__ = ["Follower"]
 
 ROUND_S = 1.0
 """How often neighbours are looked through for an owner, and the owner for signs of life."""
 GIVEN_UP = 64
 """Owners given up that are remembered."""
-
-
-class Rollouts(Protocol):
-    """What generates with the weights that a follower tracks."""
-
-    async def generate(self, lineage: Lineage, ready: asyncio.Event) -> None:
-        """Generate for `lineage` until cancelled, once `ready` is set: the engine has its weights then."""
-        ...
-
-    def version_reached(self) -> None:
-        """The engine has a new version: make room for more groups."""
-        ...
 
 
 class Follower:
@@ -68,7 +56,7 @@ class Follower:
         probe: FollowerProbe,
         base: BaseWeights,
         sharing: WeightsSharing,
-        rollouts: Rollouts,
+        rollouts: FollowerRollouts,
         settings: FollowConfig,
     ) -> None:
         self.gauge = sharing.gauge

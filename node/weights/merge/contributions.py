@@ -2,14 +2,14 @@
 node that has heard the same, in whatever order.
 
     SignedLink (anchor on the common base) --add--> MergeSet --visible--> merge.resolve
-    SignedRemoval (tags that its author observed) --remove--> MergeSet <--join-- another node's MergeSet
+    SignedRemoval (tags that its author observed) --remove--> MergeSet
 
 A contribution is an anchor of its author's chain: the lossless delta from weights that all have (the common
 base) to the author's version. Its tag is the SHA-256 of the signed link's content, unique because a link says
 when it was made. A removal names tags and is signed by the author of what it removes, so it takes away what
 was observed and no later addition: add wins. Of each author the newest addition stands, removed or not, and
-the newest removal; both are maxima, so `join` is commutative, associative and idempotent, and an author takes
-constant room. A generic set after Shapiro et al., "A comprehensive study of convergent and commutative
+the newest removal; both are maxima, so neither order nor repetition matters, and an author takes constant
+room. A generic set after Shapiro et al., "A comprehensive study of convergent and commutative
 replicated data types" (2011).
 
 Pure: no clock, no network, no weights. Whose contributions are let in (members, trust, a link from the
@@ -80,7 +80,7 @@ class _Removed:
 
 
 class MergeSet:
-    """Contributions on one common base in one swarm. Equal to another set of the same content."""
+    """Contributions on one common base in one swarm."""
 
     def __init__(
         self, swarm_id: Digest, base_model: Digest, base: Digest, *, max_authors: int = MAX_CONTRIBUTIONS
@@ -94,24 +94,12 @@ class MergeSet:
         self._added: dict[PeerId, Contribution] = {}
         self._removed: dict[PeerId, _Removed] = {}
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, MergeSet) and self._content() == other._content()
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return f"MergeSet({self.base[:12]}, {len(self.visible())} of {len(self._added)})"
-
     # --- what is in it ------------------------------------------------------------------------------------
 
     def visible(self) -> tuple[Contribution, ...]:
         """What is added and not removed, in canonical order: by tag."""
         live = (each for each in self._added.values() if not self._is_removed(each))
         return tuple(sorted(live, key=lambda each: each.tag))
-
-    def digest(self) -> Digest:
-        """Names the visible set: nodes that have the same one merge the same weights."""
-        return set_digest(self.base, self.visible())
 
     def whole_digest(self) -> Digest:
         """Names all that is in the set, removed or not, as it is sent to others."""
@@ -160,16 +148,6 @@ class MergeSet:
             )
         return self._take_removed(_Removed(signed, removal))
 
-    def join(self, other: MergeSet) -> bool:
-        """Take in all that another set of this base holds; whether anything changed. Raises
-        LocalProtocolError for a set of another base."""
-        mine, theirs = ((each._swarm_id, each.base_model, each.base) for each in (self, other))
-        if mine != theirs:
-            raise LocalProtocolError(f"merge sets of different bases, {self.base[:12]} and {other.base[:12]}")
-        added = [self._take_added(each) for each in tuple(other._added.values())]
-        removed = [self._take_removed(each) for each in tuple(other._removed.values())]
-        return any(added) or any(removed)
-
     def removal(self, identity: Identity, created_at: int) -> SignedRemoval | None:
         """What takes this node's own contributions away, those that an earlier removal named among them. None
         when nothing of it is here. Dated after its last removal, whatever the clock says."""
@@ -217,12 +195,10 @@ class MergeSet:
         removed = self._removed.get(added.author)
         return removed is not None and added.tag in removed.removal.tags
 
-    def _content(self) -> tuple[object, ...]:
-        return self._swarm_id, self.base_model, self.base, self._max_authors, self._added, self._removed
-
 
 def set_digest(base: Digest, contributions: Iterable[Contribution]) -> Digest:
-    """Names these contributions, whatever their order: `MergeSet.digest` for a part of a set."""
+    """Names these contributions on `base`, whatever their order: who merges the same ones gets the same
+    weights."""
     tags = sorted(bytes.fromhex(each.tag) for each in contributions)
     return digest(framed("merge-set", bytes.fromhex(base), *tags))
 

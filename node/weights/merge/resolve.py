@@ -26,8 +26,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
+from dataclasses import astuple, dataclass, fields
+from typing import Literal
 
 import numpy as np
 
@@ -41,7 +41,7 @@ from protocol.codec import digest, framed
 from protocol.errors import LocalProtocolError
 from protocol.messages import Digest, PeerId
 
-__all__ = ["Dropped", "MergeRule", "Merged", "Strategy", "Used", "fedbuff_weight", "resolve", "warm_up"]
+__all__ = ["Dropped", "MergeRule", "Merged", "Used", "fedbuff_weight", "resolve", "warm_up"]
 
 Bits = Mapping[str, U16]
 
@@ -49,18 +49,12 @@ PIECE = 1 << 14
 """Values in work at a time; does not change the result."""
 
 
-class Strategy(StrEnum):
-    MEAN = "mean"
-    TRIMMED = "trimmed"
-    CLIPPING = "clipping"
-
-
 @dataclass(frozen=True, kw_only=True)
 class MergeRule:
-    """How a set is resolved. All who want the same bytes need the same rule. Raises LocalProtocolError for
-    values out of range."""
+    """How a set is resolved. All who want the same bytes need the same rule; the order of its fields is that
+    in `digest`. Raises LocalProtocolError for values out of range."""
 
-    strategy: Strategy = Strategy.MEAN
+    strategy: Literal["mean", "trimmed", "clipping"] = "mean"
     window_ms: int
     """A window of the charter, for staleness."""
     max_age_windows: int = 64
@@ -79,16 +73,8 @@ class MergeRule:
     @classmethod
     def of(cls, settings: MergeConfig, window_ms: int) -> MergeRule:
         """The rule that a configuration asks for, in a swarm with such windows."""
-        return cls(
-            strategy=Strategy(settings.strategy),
-            window_ms=window_ms,
-            max_age_windows=settings.max_age_windows,
-            norm_limit=settings.norm_limit,
-            trim=settings.trim,
-            clip_radius=settings.clip_radius,
-            clip_rounds=settings.clip_rounds,
-            min_contributions=settings.min_contributions,
-        )
+        names = [field.name for field in fields(cls) if field.name != "window_ms"]
+        return cls(window_ms=window_ms, **{name: getattr(settings, name) for name in names})
 
     def __post_init__(self) -> None:
         bounds = {
@@ -112,17 +98,7 @@ class MergeRule:
 
     def digest(self) -> Digest:
         """Equal for equal rules only: nodes compare it before they take each other's contributions."""
-        values = [
-            self.strategy.value,
-            self.window_ms,
-            self.max_age_windows,
-            float(self.norm_limit),
-            float(self.trim),
-            float(self.clip_radius),
-            self.clip_rounds,
-            self.min_contributions,
-        ]
-        return digest(framed("merge-rule", *(repr(value).encode() for value in values)))
+        return digest(framed("merge-rule", *(repr(value).encode() for value in astuple(self))))
 
 
 @dataclass(frozen=True)
@@ -148,7 +124,6 @@ class Dropped:
     author: PeerId
     tag: Digest
     reason: str
-    detail: str
 
 
 @dataclass(frozen=True)
@@ -161,11 +136,8 @@ class Merged:
     dropped: tuple[Dropped, ...]
 
 
-@dataclass(frozen=True)
-class _Taken:
-    contribution: Contribution
-    bits: Bits
-    age_windows: int
+_Taken = tuple[Contribution, Bits, int]
+"""A contribution to be merged, its weights, and windows by which it is older than the newest one."""
 
 
 def resolve(base: Bits, contributions: Sequence[tuple[Contribution, Bits]], rule: MergeRule) -> Merged:
@@ -185,11 +157,11 @@ def resolve(base: Bits, contributions: Sequence[tuple[Contribution, Bits]], rule
     median = _lower_median([norm for norm in norms if norm > 0])
     scales = [min(1.0, rule.norm_limit * median / norm) if norm > 0 else 1.0 for norm in norms]
     weights = _weights(base, names, taken, scales, median, rule)
-    cut = int(rule.trim * len(taken)) if rule.strategy is Strategy.TRIMMED else None
+    cut = int(rule.trim * len(taken)) if rule.strategy == "trimmed" else None
     bits = _merged(base, names, taken, scales, weights, cut)
     used = [
-        Used(each.contribution.author, each.contribution.tag, each.age_windows, norm, scale, weight)
-        for each, norm, scale, weight in zip(taken, norms, scales, weights, strict=True)
+        Used(contribution.author, contribution.tag, age, norm, scale, weight)
+        for (contribution, _, age), norm, scale, weight in zip(taken, norms, scales, weights, strict=True)
     ]
     return Merged(bits, tuple(used), tuple(dropped))
 
@@ -219,36 +191,33 @@ def _guarded(
     ties = ties_of(base)
     sound, dropped = [], []
     for contribution, bits in ordered:
-        reason, detail = _fault(base, bits, ties)
+        reason = _fault(base, bits, ties)
         if reason:
-            dropped.append(Dropped(contribution.author, contribution.tag, reason, detail))
+            dropped.append(Dropped(contribution.author, contribution.tag, reason))
         else:
             sound.append((contribution, bits))
     taken = []
     ages = rule.ages([contribution for contribution, _ in sound])
     for (contribution, bits), age in zip(sound, ages, strict=True):
         if age <= rule.max_age_windows:
-            taken.append(_Taken(contribution, bits, age))
+            taken.append((contribution, bits, age))
         else:
-            detail = f"{age} windows older than the newest, {rule.max_age_windows} allowed"
-            dropped.append(Dropped(contribution.author, contribution.tag, "merge_stale", detail))
+            dropped.append(Dropped(contribution.author, contribution.tag, "merge_stale"))
     return taken, sorted(dropped, key=lambda each: each.tag)
 
 
-def _fault(base: Bits, bits: Bits, ties: Mapping[str, str]) -> tuple[str, str]:
-    """What is wrong with a contribution's weights: reason and detail, "" for nothing."""
+def _fault(base: Bits, bits: Bits, ties: Mapping[str, str]) -> str:
+    """What is wrong with a contribution's weights: a reason, "" for nothing."""
     if bits.keys() != base.keys():
-        return "merge_shapes", f"{len(bits.keys() ^ base.keys())} names are not in both"
-    for name in base:
-        array = bits[name]
-        if array.shape != base[name].shape or array.dtype != np.uint16:
-            return "merge_shapes", f"{name!r} is {array.dtype} {array.shape}, not {base[name].shape}"
+        return "merge_shapes"
+    if any(bits[name].shape != base[name].shape or bits[name].dtype != np.uint16 for name in base):
+        return "merge_shapes"
     if not all_finite(bits):
-        return "merge_not_finite", "a weight is infinite or NaN"
+        return "merge_not_finite"
     for name, source in ties.items():
         if bits[name] is not bits[source] and not np.array_equal(bits[name], bits[source]):
-            return "merge_tied", f"{name!r} is tied to {source!r} and differs from it"
-    return "", ""
+            return "merge_tied"
+    return ""
 
 
 # --- strategies ---------------------------------------------------------------------------------------------
@@ -265,10 +234,10 @@ def _weights(
     """The merged change as a combination of the task vectors that the norm guard left. Centered clipping
     moves from one combination to another, so that no copy of the weights in double precision is ever made."""
     count = len(taken)
-    if rule.strategy is Strategy.TRIMMED:
+    if rule.strategy == "trimmed":
         return [1.0 / count] * count
-    if rule.strategy is Strategy.MEAN:
-        staleness = [fedbuff_weight(each.age_windows) for each in taken]
+    if rule.strategy == "mean":
+        staleness = [fedbuff_weight(age) for _, _, age in taken]
         total = math.fsum(staleness)
         return [weight / total for weight in staleness]
     weights = [0.0] * count
@@ -343,7 +312,7 @@ def _combine(
 def _pieces(base: Bits, names: Sequence[str], taken: Sequence[_Taken]) -> Iterator[tuple[U16, list[U16]]]:
     """The same piece of the base and of every contribution, in order."""
     for name in names:
-        flats = [_flat(base[name]), *(_flat(each.bits[name]) for each in taken)]
+        flats = [_flat(base[name]), *(_flat(bits[name]) for _, bits, _ in taken)]
         for start in range(0, flats[0].size, PIECE):
             old, *parts = (flat[start : start + PIECE] for flat in flats)
             yield old, parts
