@@ -173,9 +173,9 @@ def _require_policy(folder: Path, what: str) -> None:
 def _report(folder: Path) -> ModelReport:
     from node.rollout.policy import weight_facts
 
-    facts = weight_facts(folder)
+    params, sha256 = weight_facts(folder)
     size = sum(path.stat().st_size for path in folder.iterdir())
-    return ModelReport(folder.name, str(folder), facts.params, size, facts.base_model)
+    return ModelReport(folder.name, str(folder), params, size, sha256)
 
 
 # --- the ways to get one -------------------------------------------------------------------------------
@@ -221,15 +221,11 @@ def _copy(source: Path, folder: Path, notice: Notice) -> None:
 
 
 def _require(modules: tuple[str, ...], why: str, fix: str = "pip install 'murmuration[node]'") -> None:
+    """Asks the search path alone. setuptools' import hook takes a search for pip for pip at work, and then
+    setuptools, which vLLM needs, cannot be imported any more in this process."""
     for module in modules:
-        if not _installed(module):
+        if PathFinder.find_spec(module) is None:
             raise ModelError(f"{why}, and {module} is not installed; {fix}")
-
-
-def _installed(module: str) -> bool:
-    """Asked of the search path alone. setuptools' import hook takes a search for pip for pip at work, and
-    then setuptools, which vLLM needs, cannot be imported any more in this process."""
-    return PathFinder.find_spec(module) is not None
 
 
 def _run_bounded(command: list[str], what: str, deadline_s: float) -> None:

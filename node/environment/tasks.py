@@ -64,14 +64,14 @@ class Prompt(msgspec.Struct, frozen=True):
     entry: dict[str, Any]
 
 
-class Completion(msgspec.Struct, frozen=True):
+class Completion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """engine -> environment. `finished`: ended by the policy itself, not cut at the token limit."""
 
     text: str
     finished: bool
 
 
-class Score(msgspec.Struct, frozen=True):
+class Score(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """environment -> verify, train. Only `reward` is learnt from; `components` are for people to read."""
 
     reward: float

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from node.peers.trust import Standing, load_standings
-from node.rollout.prompts import WindowLog
 from node.state.paths import Home
 from node.state.stores import (
     MemorySequence,
@@ -32,7 +31,7 @@ class Stores:
     """Numbers of this node's envelopes."""
     replay: ReplayGuard
     """Envelopes of others that were counted."""
-    windows: WindowLog
+    windows: WindowStore | MemoryWindows
     """The newest window whose slots were answered."""
     standings: Sequence[Standing] = ()
     """What is remembered of peers' conduct."""

@@ -26,7 +26,6 @@ __all__ = [
     "AdapterSpec",
     "adapter_state",
     "adapter_tensors",
-    "load_adapter",
     "merged_state",
     "wrap",
     "write_adapter",
@@ -85,17 +84,6 @@ def adapter_tensors(model: PeftModel) -> dict[str, Tensor]:
 def adapter_state(model: PeftModel) -> dict[str, Tensor]:
     """A copy of the adapter of `model` by PEFT's saved names."""
     return {name: tensor.clone() for name, tensor in adapter_tensors(model).items()}
-
-
-def load_adapter(model: PeftModel, state: Mapping[str, Tensor]) -> None:
-    """Copy `state` into the adapter of `model`, in place. Raises ModelError where names or shapes differ, and
-    then changes nothing."""
-    own = adapter_tensors(model)
-    wrong = sorted(set(own) ^ set(state)) or sorted(n for n in own if own[n].shape != state[n].shape)
-    if wrong:
-        raise ModelError(f"the adapter does not fit: {len(wrong)} tensors differ, the first is {wrong[0]}")
-    for name, tensor in own.items():
-        tensor.copy_(state[name])
 
 
 def merged_state(model: PeftModel) -> dict[str, Tensor]:

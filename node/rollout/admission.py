@@ -3,14 +3,11 @@ by a budget for each step (C3PO++).
 
 A group may start while fewer than `(max_staleness + 1) * groups_per_step` are outstanding: running, or
 complete and not used by a step that has ended. AReaL counts from the start of a run: with N groups admitted
-so far and B to a step, the next may start when floor(N / B) <= version + eta, which is to say when
-N < (version + eta + 1) * B. Where each version was made of B groups, version * B of the N are used and N -
-version * B are outstanding, so both say outstanding < (eta + 1) * B. A resumed run starts with none
-outstanding, which is AReaL's `accepted = version * B`; groups that were dropped, or used up by a step that
-made no version, are outstanding no more, which is what AReaL subtracts them for. Where a step took fewer than
-B groups, counting from the start would let more and more groups wait; this rule does not. Groups are used in
-the order of their completion and a step takes B of them, or all there are; so from its completion on, a group
-waits for at most `max_staleness` versions. With `max_staleness = 0` generation and training take turns.
+so far and B to a step, the next may start when N < (version + eta + 1) * B. Where each version was made of B
+groups, N - version * B are outstanding, so both rules are the same; where a step took fewer, AReaL's would
+let more and more groups wait. Groups are used in the order of their completion and a step takes B of them, or
+all there are; so from its completion on, a group waits for at most `max_staleness` versions. With
+`max_staleness = 0` generation and training take turns.
 
 Once `token_budget` tokens were sampled since the last step, generation `holds` until the next one has ended,
 and that step takes the groups that are complete.
@@ -30,7 +27,8 @@ class Admission:
         self.groups_per_step = groups_per_step
         self._limit = (max_staleness + 1) * groups_per_step
         self._running = 0
-        self._complete = 0
+        self.complete = 0
+        """Groups that the next steps have, those that a running step uses included."""
         self._token_budget = token_budget
         self._tokens = 0
         self._changed = asyncio.Event()
@@ -39,12 +37,7 @@ class Admission:
 
     def room(self) -> int:
         """Groups that may start now."""
-        return max(0, self._limit - self._running - self._complete)
-
-    @property
-    def complete(self) -> int:
-        """Groups that the next steps have, those that a running step uses included."""
-        return self._complete
+        return max(0, self._limit - self._running - self.complete)
 
     async def wait(self) -> int:
         """Wait until at least one group may start; how many may."""
@@ -60,7 +53,7 @@ class Admission:
     def finished(self, *, accepted: int, dropped: int = 0) -> None:
         """So many of the running groups are complete: `accepted` go to training, `dropped` do not."""
         self._running -= accepted + dropped
-        self._complete += accepted
+        self.complete += accepted
         self._changed.set()
 
     def drop_running(self) -> None:
@@ -84,7 +77,7 @@ class Admission:
 
     def used(self, groups: int) -> None:
         """A step has ended that used `groups` complete ones, whether it made a version or not."""
-        self._complete -= groups
+        self.complete -= groups
         self._tokens = 0
         self.held.clear()
         self._changed.set()

@@ -18,22 +18,21 @@ from dataclasses import replace
 import msgspec
 
 from node.config import NodeConfig
-from node.environment.tasks import Completion
 from node.membership import Membership
 from node.rollout.engine.base import Engine, GenerationRequest
 from node.rollout.policy import Policy
 from node.rollout.prompts import AssignedPrompt
 from node.rollout.reuse import ReuseBook
-from node.rollout.scoring import OwnScorer
+from node.rollout.scoring import OwnScorer, completions_of
 from node.sandbox.scorer import ScoreFailure
 from node.share.accepted import Accepted
 from protocol.charter import sampling
 from protocol.codec import digest, encode
 from protocol.errors import LocalProtocolError, OurFault
-from protocol.messages import FinishReason, Lineage, PeerId, PromptRef, Rollout, RolloutGroup
+from protocol.messages import Lineage, PeerId, PromptRef, Rollout, RolloutGroup
 from protocol.rollouts import max_body_bytes, parse_tokens, version_span
 
-__all__ = ["Generator", "NoGroupError", "completions_of", "request_seed"]
+__all__ = ["Generator", "NoGroupError", "request_seed"]
 
 
 class NoGroupError(OurFault):
@@ -159,8 +158,3 @@ def request_seed(node_seed: int, author: PeerId, prompt: PromptRef, policy_versi
     engine draws by it; vLLM draws by the seed of its process, and there it only tells groups apart."""
     text = f"{node_seed}/{author}/{prompt.window}/{prompt.slot}/{policy_version}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
-
-
-def completions_of(rollouts: Sequence[Rollout]) -> list[Completion]:
-    """What the environment scores of `rollouts`."""
-    return [Completion(text=r.text, finished=r.finish is FinishReason.STOP) for r in rollouts]

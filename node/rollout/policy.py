@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["Policy", "WeightFacts", "weight_facts"]
+__all__ = ["Policy", "weight_facts"]
 
 _WEIGHTS = "model.safetensors"
 _WEIGHTS_INDEX = "model.safetensors.index.json"
@@ -66,6 +66,8 @@ class Policy:
                 f"{folder}/config.json has vocab_size {vocab_size!r}; it must be an integer above 1."
             )
         template_encoder = tokenizer.backend_tokenizer
+        text_encoder = type(template_encoder).from_str(template_encoder.to_str())
+        text_encoder.encode_special_tokens = True
         largest = max(template_encoder.get_vocab().values(), default=0)
         if largest >= vocab_size:
             raise ModelError(
@@ -78,21 +80,21 @@ class Policy:
         )
         if eos is None:
             raise ModelError(f"{folder} names no end token; set eos_token in tokenizer_config.json.")
-        facts = weight_facts(folder)
+        params, base_model = weight_facts(folder)
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos
         return cls(
             path=folder,
-            base_model=facts.base_model,
+            base_model=base_model,
             tokenizer_digest=_digest([folder / "tokenizer.json"]),
             model_type=str(config.get("model_type")),
             vocab_size=vocab_size,
             eos_token_id=eos,
             pad_token_id=pad,
-            params=facts.params,
+            params=params,
             max_positions=int(config.get("max_position_embeddings") or 2**31 - 1),
             _tokenizer=tokenizer,
             _template_encoder=template_encoder,
-            _text_encoder=_without_specials(template_encoder),
+            _text_encoder=text_encoder,
         )
 
     def encode_prompt(self, question: str) -> list[int]:
@@ -148,20 +150,12 @@ class Policy:
         return chosen
 
 
-@dataclass(frozen=True)
-class WeightFacts:
-    """What a folder tells without its tokenizer, which takes seconds to load."""
-
-    params: int
-    base_model: str
-    """See `Policy.base_model`."""
-
-
-def weight_facts(path: str | Path) -> WeightFacts:
-    """Read the headers and the bytes of the weights in a folder. Raises ModelError."""
-    folder = Path(path).expanduser()
+def weight_facts(folder: Path) -> tuple[int, str]:
+    """Parameters and digest (`Policy.base_model`) of a folder, without its tokenizer, which takes seconds to
+    load. Raises ModelError."""
     weights = _weight_files(folder)
-    return WeightFacts(_count_params(weights), _digest([*weights, folder / "config.json"]))
+    params = sum(math.prod(shape) for shape in _tensor_shapes(weights).values())
+    return params, _digest([*weights, folder / "config.json"])
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -220,18 +214,6 @@ def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     if not tokenizer.chat_template:
         raise ModelError(f"{folder} has no chat template; add chat_template.jinja, it frames every question.")
     return tokenizer
-
-
-def _without_specials(encoder: Tokenizer) -> Tokenizer:
-    from tokenizers import Tokenizer
-
-    clone = Tokenizer.from_str(encoder.to_str())
-    clone.encode_special_tokens = True
-    return clone
-
-
-def _count_params(weights: Sequence[Path]) -> int:
-    return sum(math.prod(shape) for shape in _tensor_shapes(weights).values())
 
 
 def _tensor_shapes(weights: Sequence[Path]) -> dict[str, tuple[int, ...]]:

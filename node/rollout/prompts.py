@@ -13,17 +13,17 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Protocol
 
 from cachetools import FIFOCache, cachedmethod
 
 from node.environment.tasks import Environment, Prompt
 from node.membership import Membership
 from node.runtime import Runtime
+from node.state.stores import MemoryWindows, WindowStore
 from protocol.messages import Charter, Digest, PromptRef
 from protocol.prompts import environment_of, held_out_question, slots, training_question, window_of
 
-__all__ = ["AssignedPrompt", "PromptFeed", "Universe", "WindowLog"]
+__all__ = ["AssignedPrompt", "PromptFeed", "Universe"]
 
 CACHED_ITEMS = 8192
 
@@ -70,18 +70,6 @@ class Universe:
         return environment.prompt(question.seed, 0)
 
 
-class WindowLog(Protocol):
-    """Remembers the newest window whose slots this node began to answer, over restarts."""
-
-    def newest(self) -> int:
-        """That window, -1 before the first."""
-        ...
-
-    def begun(self, window: int) -> None:
-        """Slots of `window` are about to be answered."""
-        ...
-
-
 class PromptFeed:
     """This peer's slots in order. When those of a window are used up, waits for the next window.
 
@@ -89,7 +77,11 @@ class PromptFeed:
     """
 
     def __init__(
-        self, runtime: Runtime, membership: Membership, universe: Universe, windows: WindowLog
+        self,
+        runtime: Runtime,
+        membership: Membership,
+        universe: Universe,
+        windows: WindowStore | MemoryWindows,
     ) -> None:
         self._runtime = runtime
         self._membership = membership

@@ -2,8 +2,7 @@
 
 For: prompts that come back. Each rollout of a new group gets a draft of its own, an earlier rollout of the
 same prompt; all drafts are scored in one pass under the current weights, and each is kept up to its first
-token that fails a random test. The engine samples the rest. Nothing is gained before prompts repeat. Not for:
-prompts, or peers' rollouts. Data: finished rollouts in (`remember`), a `Prefix` per rollout out (`prefixes`).
+token that fails a random test. The engine samples the rest. Not for: prompts, or peers' rollouts.
 
 What is kept counts as sampled by the current version: its log-probabilities and versions are the current
 ones. That is not exactly true, not even with lenience 1. Speculative decoding draws the first token after a
@@ -15,12 +14,9 @@ rare. Two tokens, q = (.5, .5) and pi = (.8, .2) at every place:
     two places    aa .562, ab .178, ba .196, bb .064 in place of .64, .16, .16, .04,      total variation .078
 
 A lenience above 1 keeps more and drifts towards q: at one place .164 with 1.65, and .3, all of it, with 2.5.
-A draft that was itself partly kept bears the log-probabilities of its last acceptance, not those of its first
-drawing, as in the published method.
-
-A draft kept whole is a complete rollout at once. A group of such drafts repeats the earlier group, with its
-spread of rewards; that is the gain, and no group of n copies, since no draft is used twice in it. Peers,
-though, rightly call such a group `replayed` (`node.verify.copies`): reuse is for nodes that train alone.
+A draft that was itself partly kept bears the log-probabilities of its last acceptance, as in the published
+method. Peers rightly call a group of drafts kept whole `replayed` (`node.verify.copies`): reuse is for nodes
+that train alone.
 """
 
 from __future__ import annotations

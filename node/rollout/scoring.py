@@ -12,8 +12,14 @@ from collections.abc import Mapping, Sequence
 
 from node.environment.tasks import Completion, Environment, Prompt
 from node.sandbox.scorer import ScoredGroup, ScoreFailure, Scorer
+from protocol.messages import FinishReason, Rollout
 
-__all__ = ["OwnScorer"]
+__all__ = ["OwnScorer", "completions_of"]
+
+
+def completions_of(rollouts: Sequence[Rollout]) -> list[Completion]:
+    """What the environment scores of `rollouts`."""
+    return [Completion(text=r.text, finished=r.finish is FinishReason.STOP) for r in rollouts]
 
 
 class OwnScorer:

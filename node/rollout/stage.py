@@ -14,10 +14,9 @@ step has ended, unless there is no complete group that it could take: then gener
 
 A group belongs to the window that its slot was drawn in, however long it takes. One that peers would refuse
 for its age when it is complete is not announced, but counted and told once; this node trains on it all the
-same. No own group is too old for training: its `policy_version` is the newest of its tokens', from its
-completion on admission bounds its lag by `max_staleness`, and older tokens carry the log-probabilities that
-they were sampled with. Groups complete in no order: a peer that hears of a slot before an earlier one takes
-the earlier one for skipped until its announcement comes.
+same, as admission bounds its lag by `max_staleness` from its completion on. Groups complete in no order: a
+peer that hears of a slot before an earlier one takes the earlier one for skipped until its announcement
+comes.
 """
 
 from __future__ import annotations

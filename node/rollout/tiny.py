@@ -109,11 +109,11 @@ class TinySpec(msgspec.Struct, frozen=True):
     heads: int
     kv_heads: int
     ffn_width: int
-    clean_steps: int
-    clean_lr: float
-    noisy_steps: int
-    noisy_lr: float
-    right_share: float
+    clean_steps: int = 1000
+    clean_lr: float = 3e-3
+    noisy_steps: int = 150
+    noisy_lr: float = 1e-3
+    right_share: float = 0.45
     """Probability that a noisy demonstration of spelling or sorting is right."""
     sum_right_share: float = 0.65
     """The same for sums. There are 174 to learn from: with 0.45 the rule itself is lost (greedy accuracy on
@@ -148,11 +148,6 @@ TINY_POLICIES: tuple[TinySpec, ...] = (
         heads=3,
         kv_heads=1,
         ffn_width=288,
-        clean_steps=1000,
-        clean_lr=3e-3,
-        noisy_steps=150,
-        noisy_lr=1e-3,
-        right_share=0.45,
     ),
     TinySpec(
         name="starling",
@@ -161,11 +156,6 @@ TINY_POLICIES: tuple[TinySpec, ...] = (
         heads=4,
         kv_heads=2,
         ffn_width=384,
-        clean_steps=1000,
-        clean_lr=3e-3,
-        noisy_steps=150,
-        noisy_lr=1e-3,
-        right_share=0.45,
     ),
     TinySpec(
         name="rook",
@@ -177,9 +167,6 @@ TINY_POLICIES: tuple[TinySpec, ...] = (
         merges=NUMBER_MERGES,
         clean_steps=900,
         clean_lr=2.5e-3,
-        noisy_steps=150,
-        noisy_lr=1e-3,
-        right_share=0.45,
     ),
 )
 """`wren` and `starling` share a character vocabulary; `rook` writes -9 and 18 as one token."""
@@ -477,21 +464,10 @@ def _sample(
     ]
 
 
-@contextmanager
-def _without_progress_bars() -> Iterator[None]:
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
-
-
 def _write(folder: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
     """Hugging Face layout, next to the place and then renamed, so that a reader never sees half a policy."""
+    from transformers.utils import logging
+
     unfinished = folder.with_name(folder.name + ".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     generation: dict[str, Any] = {
@@ -503,8 +479,8 @@ def _write(folder: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizer
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
-    with _without_progress_bars():
-        model.save_pretrained(unfinished)
+    logging.disable_progress_bar()
+    model.save_pretrained(unfinished)
     tokenizer.save_pretrained(unfinished)
     (unfinished / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", "utf-8")
     for path in unfinished.iterdir():

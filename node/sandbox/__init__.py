@@ -7,22 +7,3 @@ which imports the environments once, locks itself in (`isolation.py`) and forks 
 
 Nothing here decides what a score is worth; it only computes it, or says with a typed reason why it could not.
 """
-
-from __future__ import annotations
-
-from node.sandbox.records import Layer, SandboxLimits
-from node.sandbox.scorer import FailureReason, ScoredGroup, ScoreFailure, Scorer, probe
-from node.sandbox.strength import SandboxReport, SandboxStrength, describe
-
-__all__ = [
-    "FailureReason",
-    "Layer",
-    "SandboxLimits",
-    "SandboxReport",
-    "SandboxStrength",
-    "ScoreFailure",
-    "ScoredGroup",
-    "Scorer",
-    "describe",
-    "probe",
-]

@@ -66,7 +66,7 @@ class ForkRunner:
         self._requests = requests
         self._limits = limits
         self._base_bytes = base_bytes
-        self.resident_bytes = resident_bytes
+        self._resident_bytes = resident_bytes
 
     def run(self, jobs: Sequence[Job]) -> tuple[ForkResult, ...]:
         """Results in order of `first`. The first failure ends the others: a group with a hole is useless."""
@@ -163,7 +163,7 @@ class ForkRunner:
         os.close(child.process)
         if child.pipe >= 0:
             os.close(child.pipe)
-        grown_bytes = usage.ru_maxrss * 1024 - self.resident_bytes
+        grown_bytes = usage.ru_maxrss * 1024 - self._resident_bytes
         verdict, detail = child.verdict, ""
         if verdict is None:
             verdict, detail = _judge(status, bytes(child.data))

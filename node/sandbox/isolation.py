@@ -30,12 +30,11 @@ if TYPE_CHECKING:
     from node.sandbox.records import SandboxLimits
 
 __all__ = [
-    "address_space_bytes",
     "enter_namespaces",
     "limit_fork",
     "lock_down",
+    "memory_bytes",
     "readable_view",
-    "resident_bytes",
 ]
 
 _NOBODY = 65534
@@ -189,19 +188,11 @@ def limit_fork(limits: SandboxLimits, base_bytes: int, seccomp_filter: bytes | N
         linux.set_seccomp_filter(seccomp_filter)
 
 
-def address_space_bytes() -> int:
-    """Size of this process's address space; call it while /proc is still there."""
-    return _statm(0)
-
-
-def resident_bytes() -> int:
-    """Resident memory of this process; call it while /proc is still there."""
-    return _statm(1)
-
-
-def _statm(field: int) -> int:
+def memory_bytes() -> tuple[int, int]:
+    """This process's address space and resident memory; call it while /proc is still there."""
     try:
-        pages = int(Path("/proc/self/statm").read_text().split()[field])
+        size, resident, *_ = Path("/proc/self/statm").read_text().split()
     except OSError:
-        return 0
-    return pages * os.sysconf("SC_PAGE_SIZE")
+        return 0, 0
+    page_bytes = os.sysconf("SC_PAGE_SIZE")
+    return int(size) * page_bytes, int(resident) * page_bytes

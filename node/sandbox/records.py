@@ -2,7 +2,7 @@
 
 Every record is msgpack of a typed struct behind a four-byte length; unknown fields, wrong types and oversized
 frames are refused on both sides. The bytes that a fork writes are an enemy's bytes: they travel as an opaque
-`ForkResult.payload` through the worker and are decoded once, in the node, by `ForkScores`.
+`ForkResult.payload` through the worker and are decoded once, in the node, as one `Score` per completion.
 
 Flow: Setup -> Started, then (ScoreRequest | ProbeRequest) -> Outcome, one at a time.
 """
@@ -14,10 +14,11 @@ from typing import Any
 
 import msgspec
 
+from node.environment.tasks import Completion
+
 __all__ = [
     "FRAME_HEADER_BYTES",
     "ForkResult",
-    "ForkScores",
     "ForkStatus",
     "Layer",
     "Outcome",
@@ -25,11 +26,8 @@ __all__ = [
     "SandboxLimits",
     "ScoreRequest",
     "Setup",
-    "SetupEnvironment",
     "Started",
     "Trial",
-    "WireCompletion",
-    "WireScore",
     "frame",
 ]
 
@@ -90,17 +88,11 @@ class SandboxLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     start_s: float = 60.0
 
 
-class SetupEnvironment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One environment to open: its name and its configuration."""
-
-    name: str
-    config: dict[str, Any]
-
-
 class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """node -> worker, once. `hidden_paths` are covered even where they lie inside a readable directory."""
 
-    environments: tuple[SetupEnvironment, ...]
+    environments: dict[str, dict[str, Any]]
+    """Configuration by name."""
     limits: SandboxLimits
     layers: tuple[Layer, ...]
     hidden_paths: tuple[str, ...]
@@ -113,14 +105,6 @@ class Started(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     layers: tuple[Layer, ...] = ()
     missing: tuple[str, ...] = ()
     evaluating: tuple[str, ...] = ()
-    resident_bytes: int = 0
-
-
-class WireCompletion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One completion, as text."""
-
-    text: str
-    finished: bool
 
 
 class ScoreRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="score"):
@@ -130,7 +114,7 @@ class ScoreRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=
     environment: str
     seed: int
     index: int
-    completions: tuple[WireCompletion, ...]
+    completions: tuple[Completion, ...]
 
 
 class ProbeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="probe"):
@@ -143,21 +127,8 @@ class ProbeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=
     node_pid: int
 
 
-class WireScore(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The score of one completion, as the fork claims it."""
-
-    reward: float
-    components: tuple[tuple[str, float], ...]
-
-
-class ForkScores(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """fork -> node, opaque to the worker: the scores of the fork's completions, in order."""
-
-    scores: tuple[WireScore, ...]
-
-
 class ForkResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How one fork ended; `first` is the index of its first completion."""
+    """How one fork ended; `first` is the index of its first completion, `payload` its scores, in order."""
 
     first: int
     count: int

@@ -15,9 +15,8 @@ import math
 import sys
 import threading
 import time
-from collections import Counter
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
@@ -25,7 +24,6 @@ from node.environment.tasks import Completion, Score
 from node.sandbox.channel import ChannelError, WorkerChannel
 from node.sandbox.records import (
     ForkResult,
-    ForkScores,
     ForkStatus,
     Layer,
     Outcome,
@@ -33,19 +31,18 @@ from node.sandbox.records import (
     SandboxLimits,
     ScoreRequest,
     Setup,
-    SetupEnvironment,
     Started,
-    WireCompletion,
-    WireScore,
 )
 from node.sandbox.strength import SandboxReport, describe, measure
 from protocol.errors import SandboxError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
     from types import TracebackType
 
-__all__ = ["EnvironmentLike", "FailureReason", "ScoreFailure", "ScoredGroup", "Scorer", "probe"]
+    from protocol.messages import EnvironmentSpec
+
+__all__ = ["FailureReason", "ScoreFailure", "ScoredGroup", "Scorer"]
 
 _STARTED_BYTES = 256 * 1024
 _REPLY_SLACK_S = 5.0
@@ -54,20 +51,6 @@ _PAUSE_FIRST_S = 0.5
 _PAUSE_LONGEST_S = 60.0
 _MAX_COMPONENTS = 32
 _MAX_COMPONENT_NAME = 64
-
-
-class EnvironmentLike(Protocol):
-    """A name and a configuration, as JSON text or as a mapping."""
-
-    @property
-    def name(self) -> str:
-        """As `open_environment` takes it."""
-        ...
-
-    @property
-    def config(self) -> str | Mapping[str, Any]:
-        """The environment's settings."""
-        ...
 
 
 class FailureReason(StrEnum):
@@ -109,7 +92,7 @@ class Scorer:
 
     def __init__(
         self,
-        environments: Sequence[EnvironmentLike],
+        environments: Sequence[EnvironmentSpec],
         limits: SandboxLimits | None = None,
         *,
         hidden_paths: Sequence[str] = (),
@@ -118,15 +101,13 @@ class Scorer:
     ) -> None:
         self.limits = limits or SandboxLimits()
         self.restarts = 0
-        self.failures_by_reason: Counter[FailureReason] = Counter()
         self._setup = Setup(
-            environments=tuple(SetupEnvironment(each.name, _config(each)) for each in environments),
+            environments={each.name: _config(each) for each in environments},
             limits=self.limits,
             layers=tuple(layers),
             hidden_paths=tuple(hidden_paths),
         )
-        self._names = frozenset(each.name for each in environments)
-        if len(self._names) != len(environments):
+        if len(self._setup.environments) != len(environments):
             raise SandboxError(
                 f"environments must have different names, got {[each.name for each in environments]}"
             )
@@ -146,11 +127,6 @@ class Scorer:
         if self._report is None:
             raise SandboxError("the scorer was not started; call start() first")
         return self._report
-
-    @property
-    def worker_resident_bytes(self) -> int:
-        """Resident memory of the worker when it was ready; forks share most of it."""
-        return self._started.resident_bytes
 
     @property
     def worker_pid(self) -> int | None:
@@ -202,16 +178,12 @@ class Scorer:
     ) -> ScoredGroup | ScoreFailure:
         """The scores of `completions` to the prompt (environment, seed, index), or why there are none."""
         refusal = self._refusal(environment, completions)
-        wire = () if refusal else tuple(WireCompletion(each.text, each.finished) for each in completions)
         with self._lock:
-            result = refusal or self._ask(environment, seed, index, wire)
-            if isinstance(result, ScoreFailure):
-                self.failures_by_reason[result.reason] += 1
-        return result
+            return refusal or self._ask(environment, seed, index, tuple(completions))
 
     def _refusal(self, environment: str, completions: Sequence[Completion]) -> ScoreFailure | None:
         """What can be refused without asking the worker."""
-        if environment not in self._names:
+        if environment not in self._setup.environments:
             return ScoreFailure(FailureReason.UNAVAILABLE, f"environment {environment!r} was not opened")
         if len(completions) > self.limits.completions:
             detail = f"{len(completions)} completions, more than {self.limits.completions}"
@@ -233,7 +205,7 @@ class Scorer:
         return None
 
     def _ask(
-        self, environment: str, seed: int, index: int, wire: tuple[WireCompletion, ...]
+        self, environment: str, seed: int, index: int, completions: tuple[Completion, ...]
     ) -> ScoredGroup | ScoreFailure:
         if self._report is None or self._closed:
             return ScoreFailure(FailureReason.UNAVAILABLE, "the scorer is not running")
@@ -246,17 +218,16 @@ class Scorer:
                 self.restarts += 1
                 self._open()
             self._nonce += 1
-            request = ScoreRequest(self._nonce, environment, seed, index, wire)
-            outcome = self._exchange(
-                request, forks=len(wire) if environment in self._started.evaluating else 1
-            )
+            request = ScoreRequest(self._nonce, environment, seed, index, completions)
+            forks = len(completions) if environment in self._started.evaluating else 1
+            outcome = self._exchange(request, forks)
         except ChannelError as error:
             self._drop()
             self._pause()
             # The worker ends forks that take too long, so its own silence is not the answer's doing.
             return ScoreFailure(FailureReason.UNAVAILABLE, str(error))
         self._pause_s = 0.0
-        return _read_outcome(outcome, len(wire))
+        return _read_outcome(outcome, len(completions))
 
     def _exchange(self, request: ScoreRequest | ProbeRequest, forks: int) -> Outcome:
         if self._channel is None:
@@ -300,16 +271,8 @@ class Scorer:
         self._pause_s = min(_PAUSE_LONGEST_S, max(_PAUSE_FIRST_S, 2 * self._pause_s))
 
 
-def probe(limits: SandboxLimits | None = None, layers: Sequence[Layer] = tuple(Layer)) -> SandboxReport:
-    """Start a worker without environments, measure it, close it: for `swarm doctor`."""
-    with Scorer((), limits, layers=layers) as scorer:
-        return scorer.report
-
-
-def _config(environment: EnvironmentLike) -> dict[str, Any]:
+def _config(environment: EnvironmentSpec) -> dict[str, Any]:
     config = environment.config
-    if not isinstance(config, str):
-        return dict(config)
     try:
         parsed = json.loads(config)
     except json.JSONDecodeError as error:
@@ -321,24 +284,16 @@ def _config(environment: EnvironmentLike) -> dict[str, Any]:
     return parsed
 
 
-_REASONS = {
-    ForkStatus.TIMEOUT: FailureReason.TIMEOUT,
-    ForkStatus.MEMORY: FailureReason.MEMORY,
-    ForkStatus.CRASHED: FailureReason.CRASHED,
-    ForkStatus.FORBIDDEN: FailureReason.FORBIDDEN,
-    ForkStatus.MALFORMED: FailureReason.MALFORMED,
-    ForkStatus.BROKEN: FailureReason.UNAVAILABLE,
-}
-
-
 def _read_outcome(outcome: Outcome, expected: int) -> ScoredGroup | ScoreFailure:
     scores: list[Score] = []
     for result in outcome.results:
         offender = result.first if result.count == 1 else -1
+        if result.status is ForkStatus.BROKEN:
+            return ScoreFailure(FailureReason.UNAVAILABLE, result.detail, offender)
         if result.status is not ForkStatus.DONE:
-            return ScoreFailure(_REASONS[result.status], result.detail, offender)
+            return ScoreFailure(FailureReason(result.status), result.detail, offender)
         try:
-            claimed = msgspec.msgpack.decode(result.payload, type=ForkScores).scores
+            claimed = msgspec.msgpack.decode(result.payload, type=tuple[Score, ...])
         except (msgspec.MsgspecError, RecursionError, ValueError) as error:
             return ScoreFailure(FailureReason.MALFORMED, type(error).__name__, offender)
         if len(claimed) != result.count:
@@ -348,13 +303,13 @@ def _read_outcome(outcome: Outcome, expected: int) -> ScoredGroup | ScoreFailure
         for position, each in enumerate(claimed, result.first):
             if not _is_sound(each):
                 return ScoreFailure(FailureReason.MALFORMED, "reward or component out of bounds", position)
-            scores.append(Score(reward=each.reward, components=each.components))
+        scores += claimed
     if len(scores) != expected:
         return ScoreFailure(FailureReason.MALFORMED, f"{len(scores)} scores for {expected} completions")
     return ScoredGroup(tuple(scores))
 
 
-def _is_sound(score: WireScore) -> bool:
+def _is_sound(score: Score) -> bool:
     return (
         math.isfinite(score.reward)
         and len(score.components) <= _MAX_COMPONENTS

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
-from node.environment.tasks import Completion, Environment, Prompt, open_environment
+from node.environment.tasks import Completion, Environment, Prompt, Score, open_environment
 from node.sandbox import isolation, linux
 from node.sandbox.detection import Detector
 from node.sandbox.forks import EXIT_FORBIDDEN, ForkRunner, Job
@@ -34,7 +34,6 @@ from node.sandbox.probes import attempt
 from node.sandbox.records import (
     FRAME_HEADER_BYTES,
     ForkResult,
-    ForkScores,
     ForkStatus,
     Layer,
     Outcome,
@@ -42,8 +41,6 @@ from node.sandbox.records import (
     ScoreRequest,
     Setup,
     Started,
-    WireCompletion,
-    WireScore,
     frame,
 )
 from node.sandbox.seccomp import seccomp_program
@@ -80,19 +77,19 @@ def main() -> NoReturn:
 def _open_environments(setup: Setup) -> dict[str, Environment]:
     """Open each environment and score harmless answers, so that what is imported late is imported now."""
     environments: dict[str, Environment] = {}
-    for spec in setup.environments:
-        environment = open_environment(spec.name, spec.config)
+    for name, config in setup.environments.items():
+        environment = open_environment(name, config)
         prompt = environment.prompt(0, 0)
         for text in _WARM_UP_ANSWERS:
             environment.score(prompt, Completion(text=text, finished=True))
-        environments[spec.name] = environment
+        environments[name] = environment
     return environments
 
 
 def _supervise(setup: Setup, environments: dict[str, Environment], requests: int, replies: int) -> NoReturn:
     """Start the worker behind as many walls as this machine allows, then wait for its end."""
     view = isolation.readable_view(setup.hidden_paths)
-    base_bytes, resident = isolation.address_space_bytes(), isolation.resident_bytes()
+    base_bytes, resident_bytes = isolation.memory_bytes()
     missing: list[str] = []
     for walls in ([True] if Layer.NAMESPACES in setup.layers else []) + [False]:
         ours, theirs = os.pipe()
@@ -115,7 +112,7 @@ def _supervise(setup: Setup, environments: dict[str, Environment], requests: int
                 os._exit(os.waitstatus_to_exitcode(os.waitpid(helped, 0)[1]) & 0xFF)
             os.close(theirs)
             linux.set_parent_death_signal(signal.SIGKILL)
-            runner = ForkRunner(requests, setup.limits, base_bytes, resident)
+            runner = ForkRunner(requests, setup.limits, base_bytes, resident_bytes)
             _Worker(setup, environments, view, runner, replies, walls, missing).serve(requests)
         os.close(theirs)
         problem = os.read(ours, 1000)
@@ -161,7 +158,6 @@ class _Worker:
                 layers=tuple(self._layers),
                 missing=tuple(self._missing),
                 evaluating=tuple(name for name, each in self._environments.items() if each.evaluates_answers),
-                resident_bytes=self._runner.resident_bytes,
             ),
         )
         while True:
@@ -220,7 +216,7 @@ class _Worker:
         ]
 
     def _score(
-        self, environment: Environment, prompt: Prompt, completions: Sequence[WireCompletion], pipe: int
+        self, environment: Environment, prompt: Prompt, completions: Sequence[Completion], pipe: int
     ) -> bytes:
         """Runs in the fork."""
         write, leave = os.write, os._exit
@@ -234,12 +230,8 @@ class _Worker:
             sys.modules["numpy"].random.seed(0)
         if Layer.DETECTION in self._setup.layers:
             self._detector.arm(report)
-        scores = [
-            environment.score(prompt, Completion(text=each.text, finished=each.finished))
-            for each in completions
-        ]
-        claimed = tuple(WireScore(float(each.reward), tuple(each.components)) for each in scores)
-        return msgspec.msgpack.encode(ForkScores(claimed))
+        scores = [environment.score(prompt, each) for each in completions]
+        return msgspec.msgpack.encode([Score(float(each.reward), tuple(each.components)) for each in scores])
 
 
 def _read_frame(descriptor: int) -> bytes:

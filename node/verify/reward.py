@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from node.environment.tasks import Completion, Prompt
+from node.environment.tasks import Prompt
+from node.rollout.scoring import completions_of
 from node.sandbox.scorer import ScoreFailure, Scorer
 from node.verify.base import ACCEPT, Item, Verdict, reject, same_values
-from protocol.messages import FinishReason
 
 __all__ = ["Reward"]
 
@@ -32,10 +32,7 @@ class Reward:
     def check(self, item: Item) -> Verdict:
         """See `Check.check`."""
         prompt = self._item_at(item.group.prompt.index)
-        completions = [
-            Completion(text=rollout.text, finished=rollout.finish is FinishReason.STOP)
-            for rollout in item.group.rollouts
-        ]
+        completions = completions_of(item.group.rollouts)
         outcome = self._scorer.score(prompt.environment, prompt.seed, prompt.index, completions)
         if isinstance(outcome, ScoreFailure):
             return reject(f"scorer_{outcome.reason}", blames_author=outcome.reason.is_authors_fault)

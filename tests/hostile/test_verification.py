@@ -25,7 +25,7 @@ import pytest
 
 from node.environment.tasks import DEMO_ENVIRONMENTS, open_environment
 from node.rollout.prompts import Universe
-from node.sandbox import Layer, SandboxLimits
+from node.sandbox.records import Layer, SandboxLimits
 from node.sandbox.scorer import ScoredGroup, ScoreFailure, Scorer
 from node.share.heard import Candidate
 from node.verify.base import Judgement

@@ -51,9 +51,7 @@ def receiver(model: Model) -> Any:
 def send(engine: Any, patches: list[Any], base: int, update: int) -> None:
     engine.start_weight_update()
     for patch in patches:  # one call each, as a large update has
-        engine.update_weights(
-            {"base": base, "update": update, "dtype": "float32", "tensors": [patch.record()]}
-        )
+        engine.update_weights({"base": base, "update": update, "dtype": "float32", "tensors": [vars(patch)]})
     engine.finish_weight_update()
 
 
@@ -104,7 +102,7 @@ def test_a_patch_needs_its_base() -> None:
         send(engine, patches, 4, 5)
     send(engine, patches, 3, 4)
     engine.start_weight_update()
-    engine.update_weights({"base": 4, "update": 5, "dtype": "float32", "tensors": [patches[0].record()]})
+    engine.update_weights({"base": 4, "update": 5, "dtype": "float32", "tensors": [vars(patches[0])]})
     engine.start_weight_update()  # the sender gave up half way
     with pytest.raises(ValueError, match="builds upon 4, and None is here"):
         engine.update_weights({"base": 4, "update": 5, "dtype": "float32", "tensors": []})
@@ -128,5 +126,5 @@ def test_a_patch_of_wrong_size(changes: dict[str, Any], words: str) -> None:
     engine.start_weight_update()
     with pytest.raises((ValueError, RuntimeError), match=words):
         engine.update_weights(
-            {"base": 0, "update": 1, "dtype": "float32", "tensors": [patch.record() | changes]}
+            {"base": 0, "update": 1, "dtype": "float32", "tensors": [vars(patch) | changes]}
         )

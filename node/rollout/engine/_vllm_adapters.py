@@ -65,18 +65,15 @@ class AdapterFolders:
     def write(self, state: Mapping[str, Tensor], policy_version: int) -> Adapter:
         """A new folder with `state`. Raises ValueError when names or shapes are not those of such
         an adapter (vLLM ignores what it does not know), OSError."""
-        self._check(state)
-        number = next(self._numbers)
-        folder = self.root / str(number)
-        write_adapter(folder, self._spec, state, self._base)
-        return Adapter(number, policy_version, folder)
-
-    def _check(self, state: Mapping[str, Tensor]) -> None:
         for name in sorted(set(state) ^ set(self._shapes)):
             raise ValueError(f"{name} is {'missing' if name in self._shapes else 'no tensor of the adapter'}")
         for name, shape in self._shapes.items():
             if tuple(state[name].shape) != shape:
                 raise ValueError(f"{name} is {tuple(state[name].shape)}, not {shape}")
+        number = next(self._numbers)
+        folder = self.root / str(number)
+        write_adapter(folder, self._spec, state, self._base)
+        return Adapter(number, policy_version, folder)
 
     def close(self) -> None:
         """Delete everything."""

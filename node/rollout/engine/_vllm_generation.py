@@ -12,18 +12,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from node.rollout.engine._vllm_life import Leg, Life
-from node.rollout.engine.base import BrokenWeightsError, EngineError, Generation, GenerationRequest
+from node.rollout.engine.base import (
+    BrokenWeightsError,
+    EngineError,
+    Generation,
+    GenerationRequest,
+    Prefix,
+    finished_rollout,
+)
 from node.rollout.policy import Policy
-from protocol.messages import FinishReason, Rollout
-from protocol.rollouts import single_turn
+from protocol.messages import Rollout
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
@@ -73,7 +78,7 @@ class VllmGeneration(Generation):
         self._check = check
         self._groups: dict[int, list[_Job]] = {}
         self._tickets = 0
-        self._sampled = 0
+        self.sampled = 0
         self._goal: int | None = None
         """Value of `sampled` at which generation holds."""
         self._held = False
@@ -101,17 +106,12 @@ class VllmGeneration(Generation):
         return tickets
 
     def _jobs_of(self, request: GenerationRequest) -> Iterator[_Job]:
-        for place in range(request.n):
-            job = _Job(request, self._policy.eos_token_id)
-            if request.prefixes:
-                prefix = request.prefixes[place]
-                job.token_ids += prefix.token_ids
-                job.logprobs += prefix.logprobs
-                job.versions += prefix.versions
-            yield job
+        for prefix in request.prefixes or [Prefix((), (), ())] * request.n:
+            have = list(prefix.token_ids), list(prefix.logprobs), list(prefix.versions)
+            yield _Job(request, self._policy.eos_token_id, *have)
 
     def wait(self, *, tokens: int | None = None) -> list[tuple[int, list[Rollout]]]:
-        self._goal = None if tokens is None else self._sampled + tokens
+        self._goal = None if tokens is None else self.sampled + tokens
         if self._groups and not self._closed:
             self._attempt(self._advance)
         if self._fault is not None:
@@ -127,10 +127,6 @@ class VllmGeneration(Generation):
         if self._closed:
             return 0
         return sum(not job.complete for jobs in list(self._groups.values()) for job in jobs)
-
-    @property
-    def sampled(self) -> int:
-        return self._sampled
 
     def close(self) -> None:
         if self._closed:
@@ -148,7 +144,7 @@ class VllmGeneration(Generation):
         if self._holding is not None and not self._holding.done():
             await self._holding
         self._news = asyncio.Event()
-        self._held = self._goal is not None and self._sampled >= self._goal
+        self._held = self._goal is not None and self.sampled >= self._goal
         self.launch(life)
         while not (self._closed or self._held or self._fault or any(map(_complete, self._groups.values()))):
             self._news.clear()
@@ -244,8 +240,8 @@ class VllmGeneration(Generation):
         )
 
     def _count(self, life: Life, tokens: int) -> None:
-        self._sampled += tokens
-        if self._goal is not None and self._sampled >= self._goal and not self._held:
+        self.sampled += tokens
+        if self._goal is not None and self.sampled >= self._goal and not self._held:
             self._held = True
             self._holding = life.process.loop.create_task(self._hold(life))
             self._news.set()
@@ -259,24 +255,15 @@ class VllmGeneration(Generation):
     # --- what comes out ------------------------------------------------------------------------------------
 
     def _rollout(self, job: _Job) -> Rollout:
-        ids = np.asarray(job.token_ids, dtype="<u4")
-        logprobs = np.asarray(job.logprobs, dtype="<f4")
-        versions = np.asarray(job.versions, dtype="<u4")
-        if not ids.shape == logprobs.shape == versions.shape:
+        ids, logprobs, versions = job.token_ids, job.logprobs, job.versions
+        if not len(ids) == len(logprobs) == len(versions):
             raise EngineError(
                 f"vLLM gave {len(ids)} tokens {len(logprobs)} log-probabilities and {len(versions)} versions"
             )
-        broken = np.isnan(logprobs)
-        if broken.any():
-            raise BrokenWeightsError(int(versions[broken.argmax()]))
-        return single_turn(
-            self._policy.decode(ids.tolist()),
-            token_ids=ids.tobytes(),
-            logprobs=logprobs.tobytes(),
-            versions=versions.tobytes(),
-            finish=FinishReason.STOP if ids[-1] == job.end_token else FinishReason.LENGTH,
-            seed=job.request.seed,
-        )
+        for logprob, version in zip(logprobs, versions, strict=True):
+            if math.isnan(logprob):
+                raise BrokenWeightsError(version)
+        return finished_rollout(self._policy, job.request.seed, ids, logprobs, versions)
 
 
 def _complete(jobs: Sequence[_Job]) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -50,16 +50,6 @@ class TensorPatch:
     def payload_bytes(self) -> int:
         return len(self.indices) + len(self.values)
 
-    def record(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "shape": list(self.shape),
-            "start": self.start,
-            "indices": self.indices,
-            "index_bytes": self.index_bytes,
-            "values": self.values,
-        }
-
 
 class Mirror:
     """The weights as the engine has them, at the engine's type. Not known before the first full sending and
@@ -68,21 +58,10 @@ class Mirror:
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> None:
         self._shapes = dict(shapes)
         self._dtype = dtype
-        self._weights: dict[str, Tensor] | None = None
-        self._known = False
-
-    @property
-    def known(self) -> bool:
-        """The engine has exactly these weights."""
-        return self._known
-
-    def forget(self) -> None:
-        """From now on nobody knows what the engine has."""
-        self._known = False
-
-    def remember(self) -> None:
-        """The engine was given all of these weights."""
-        self._known = self._weights is not None
+        self.weights: dict[str, Tensor] | None = None
+        """By name, for an engine that starts anew; None before the first ones."""
+        self.known = False
+        """The engine has exactly these weights; whoever gave it others, or failed to, sets this to False."""
 
     def fit(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """`state` under the names of the checkpoint, flat, at the engine's type, on the CPU. Extra names must
@@ -106,12 +85,12 @@ class Mirror:
 
     def changes(self, fitted: Mapping[str, Tensor]) -> list[TensorPatch]:
         """What turns these weights into `fitted`: positions where few differ, runs where many do."""
-        if self._weights is None or not self._known:
+        if self.weights is None or not self.known:
             return self.everything(fitted)
         patches = []
         for name, new in fitted.items():
             bits = _BITS[new.element_size()]
-            changed = (new.view(bits) != self._weights[name].view(bits)).nonzero().view(-1)
+            changed = (new.view(bits) != self.weights[name].view(bits)).nonzero().view(-1)
             index_bytes = 4 if new.numel() < 2**31 else 8
             if changed.numel() * (index_bytes + new.element_size()) >= new.nbytes:
                 patches += list(self._runs(name, new))
@@ -123,19 +102,14 @@ class Mirror:
         """All of `fitted`, as runs."""
         return [patch for name, new in fitted.items() for patch in self._runs(name, new)]
 
-    @property
-    def weights(self) -> dict[str, Tensor] | None:
-        """The weights themselves, by name, for an engine that starts anew; None before the first ones."""
-        return self._weights
-
     def commit(self, fitted: Mapping[str, Tensor], patches: Iterable[TensorPatch]) -> None:
         """The engine now has `fitted`, which differs from the weights so far in `patches`."""
-        self._known = True
-        if self._weights is None:
-            self._weights = {name: tensor.clone() for name, tensor in fitted.items()}
+        self.known = True
+        if self.weights is None:
+            self.weights = {name: tensor.clone() for name, tensor in fitted.items()}
             return
         for name in {patch.name for patch in patches}:
-            self._weights[name].copy_(fitted[name])
+            self.weights[name].copy_(fitted[name])
 
     def _runs(self, name: str, new: Tensor) -> Iterator[TensorPatch]:
         step = max(1, CHUNK_BYTES // new.element_size())
@@ -173,8 +147,7 @@ async def send(
 
     await engine.start_weight_update()
     for batch in batches(patches):
-        records = [patch.record() for patch in batch]
-        info = {"base": base, "update": update, "dtype": dtype, "tensors": records}
+        info = {"base": base, "update": update, "dtype": dtype, "tensors": [vars(patch) for patch in batch]}
         await engine.update_weights(WeightTransferUpdateRequest(update_info=info))
     await engine.finish_weight_update()
 

@@ -4,8 +4,8 @@ For: weight updates without a restart, through vLLM's own weight-transfer API. W
 checkpoint lives (fused qkv and gate-up projections, tied or padded embeddings, a shard of tensor parallelism)
 is learnt once from the model's own loader: each tensor is loaded once for show, with `Tensor.copy_` noting
 source and destination in place of copying. A patch then goes straight to its places; no dense mask is built.
-Data: plain dicts with raw bytes in (`_vllm_patch.TensorPatch.record`), nothing out. A patch names the update
-that it builds upon; on any doubt it is refused, and the sender sends everything.
+Data: plain dicts with raw bytes in (the fields of `_vllm_patch.TensorPatch`), nothing out. A patch names the
+update that it builds upon; on any doubt it is refused, and the sender sends everything.
 """
 
 from __future__ import annotations
@@ -156,14 +156,10 @@ class PatchTransferEngine(WeightTransferEngine[PatchInit, PatchUpdate]):
                 raise ValueError(f"{name}: positions do not fit {values.numel()} values of shape {shape}")
         elif start < 0 or start + values.numel() > numel:
             raise ValueError(f"{name}: a run of {values.numel()} values from {start} exceeds shape {shape}")
-        for region in self._regions_of(name, shape, dtype):
+        if name not in self._regions:
+            self._regions[name] = self._learn(name, shape, dtype)
+        for region in self._regions[name]:
             region.write(start, positions, values)
-
-    def _regions_of(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> list[_Region]:
-        regions = self._regions.get(name)
-        if regions is None:
-            regions = self._regions[name] = self._learn(name, shape, dtype)
-        return regions
 
     def _learn(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> list[_Region]:
         # Never touched, so a large one takes no memory.

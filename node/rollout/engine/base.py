@@ -15,13 +15,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from protocol.errors import OurFault
-from protocol.messages import Rollout, Sampling
+from protocol.messages import FinishReason, Rollout, Sampling
+from protocol.rollouts import single_turn
 
 if TYPE_CHECKING:
     import torch
+
+    from node.rollout.policy import Policy
 
 __all__ = [
     "BrokenWeightsError",
@@ -32,7 +35,9 @@ __all__ = [
     "Prefix",
     "TokenSequence",
     "check_request",
+    "check_sequences",
     "check_tokens",
+    "finished_rollout",
 ]
 
 
@@ -87,6 +92,9 @@ class Generation(ABC):
     """Groups in flight on one engine, made by `Engine.open`. One thread at a time calls it; an engine may go
     on between calls."""
 
+    sampled: int
+    """Tokens sampled so far, prefixes not counted."""
+
     @abstractmethod
     def start(self, requests: Sequence[GenerationRequest]) -> list[int]:
         """Put groups in flight and return their tickets, ascending. Does not wait: what exceeds the engine's
@@ -105,11 +113,6 @@ class Generation(ABC):
     def in_flight(self) -> int:
         """Rollouts that are not complete."""
 
-    @property
-    @abstractmethod
-    def sampled(self) -> int:
-        """Tokens sampled so far, prefixes not counted."""
-
     @abstractmethod
     def close(self) -> None:
         """Drop what is in flight. May be called twice, and while another thread waits: that `wait` ends
@@ -127,11 +130,8 @@ class Engine(ABC):
     """Weights lie in another process, packed: whether they are the trainer's is probed after each update."""
     context: int = 2**31 - 1
     """Tokens of prompt and answer together that it takes; more are an EngineError."""
-
-    @property
-    @abstractmethod
-    def policy_version(self) -> int:
-        """Version of the weights that produce the next token."""
+    policy_version: int
+    """Version of the weights that produce the next token."""
 
     @abstractmethod
     def open(self, *, greedy: bool = False) -> Generation:
@@ -185,6 +185,22 @@ class Engine(ABC):
         """Release the weights; a running generation ends with EngineError. May be called twice."""
 
 
+def finished_rollout(
+    policy: Policy, seed: int, token_ids: ArrayLike, logprobs: ArrayLike, versions: ArrayLike
+) -> Rollout:
+    """The record of at least one token, with its log-probability and version each; it ended by itself if the
+    last one is the end token."""
+    ids_T = np.asarray(token_ids, "<u4")
+    return single_turn(
+        policy.decode(ids_T.tolist()),
+        token_ids=ids_T.tobytes(),
+        logprobs=np.asarray(logprobs, "<f4").tobytes(),
+        versions=np.asarray(versions, "<u4").tobytes(),
+        finish=FinishReason.STOP if ids_T[-1] == policy.eos_token_id else FinishReason.LENGTH,
+        seed=seed,
+    )
+
+
 def check_request(request: GenerationRequest, vocab_size: int, context: int) -> None:
     """Raise EngineError for a request that no engine with such a policy and context can do."""
     limit, prefixes = request.sampling.max_new_tokens, request.prefixes
@@ -201,6 +217,13 @@ def check_request(request: GenerationRequest, vocab_size: int, context: int) -> 
                 f"{len(prefix.versions)} versions; it needs as many of each, and at most {limit}"
             )
         check_tokens(request.prompt_ids + prefix.token_ids, 0, vocab_size, context)
+
+
+def check_sequences(sequences: Sequence[TokenSequence], vocab_size: int, context: int) -> None:
+    """Raise EngineError when an engine with such a policy and context cannot score one of them."""
+    for sequence in sequences:
+        check_tokens(sequence.prompt_ids, 0, vocab_size, context)
+        check_tokens(sequence.prompt_ids + sequence.token_ids, 0, vocab_size, context)
 
 
 def check_tokens(token_ids: tuple[int, ...], more: int, vocab_size: int, context: int) -> None:

@@ -8,8 +8,7 @@ its place and its position alone, so company changes nothing. Not for turns betw
 weights: `forward` is the engine's.
 
 When the weights change, rows go on with the cache they have (`continue`), or all caches are computed anew
-from prompt and tokens before the next token (`recompute` and `recycle`, which are one thing here: nothing is
-gained by leaving a slot for that time). A row's logits and the version beside them always belong together.
+from prompt and tokens before the next token (`recompute` and `recycle`, which are one thing here).
 
 Letters: R rows of the batch, S slots (row of the result arrays), P prompts, L columns of the cache, V
 vocabulary, T tokens of a rollout.
@@ -22,11 +21,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import DynamicCache
@@ -38,11 +37,11 @@ from node.rollout.engine.base import (
     GenerationRequest,
     Prefix,
     check_request,
+    finished_rollout,
 )
 from node.rollout.engine.sampling import sample_tokens
 from node.rollout.policy import Policy
-from protocol.messages import FinishReason, Rollout
-from protocol.rollouts import single_turn
+from protocol.messages import Rollout
 
 __all__ = ["ContinuousBatch", "Forward", "WeightsChanged", "left_padded"]
 
@@ -52,21 +51,10 @@ JOIN_SHARE = 2
 over many, and as a step."""
 
 
-class Forward(Protocol):
-    """One pass of the engine's model."""
-
-    def __call__(
-        self,
-        ids_RL: Tensor,
-        *,
-        mask_RL: Tensor | None,
-        positions_RL: Tensor,
-        cache: DynamicCache,
-        only_version: int | None = None,
-    ) -> tuple[Tensor, int]:
-        """Logits behind the last column and the version that gave them. Raises WeightsChanged, with nothing
-        computed, when that is not `only_version`."""
-        ...
+Forward = Callable[[Tensor, Tensor | None, Tensor, DynamicCache, int | None], tuple[Tensor, int]]
+"""One pass of the engine's model over token ids [R, L] with mask, positions and cache: the logits behind the
+last column and the version that gave them. Raises WeightsChanged, with nothing computed, when that is not the
+version of the last argument."""
 
 
 class WeightsChanged(Exception):
@@ -199,7 +187,7 @@ class ContinuousBatch(Generation):
         self._max_batch_tokens = max_batch_tokens
         self._greedy = greedy
         self._tickets = 0
-        self._sampled = 0
+        self.sampled = 0
         self._in_flight = 0
         self._closed = False
         self._queue: deque[_Row] = deque()
@@ -220,10 +208,6 @@ class ContinuousBatch(Generation):
     def in_flight(self) -> int:
         return 0 if self._closed else self._in_flight
 
-    @property
-    def sampled(self) -> int:
-        return self._sampled
-
     def start(self, requests: Sequence[GenerationRequest]) -> list[int]:
         if self._closed:
             raise EngineError("this generation is closed; open another")
@@ -243,9 +227,9 @@ class ContinuousBatch(Generation):
         return list(range(first, self._tickets))
 
     def wait(self, *, tokens: int | None = None) -> list[tuple[int, list[Rollout]]]:
-        limit = None if tokens is None else self._sampled + tokens
+        limit = None if tokens is None else self.sampled + tokens
         with torch.inference_mode():
-            while self.in_flight and not self._complete and (limit is None or self._sampled < limit):
+            while self.in_flight and not self._complete and (limit is None or self.sampled < limit):
                 self._feed()
                 self._admit()
                 self._sample()
@@ -262,8 +246,7 @@ class ContinuousBatch(Generation):
         prefix = group.prefix(place)
         if len(prefix.token_ids) < group.limit and prefix.token_ids[-1:] != (self._policy.eos_token_id,):
             return False
-        ids, versions = np.asarray(prefix.token_ids, "<u4"), np.asarray(prefix.versions, "<u4")
-        self._end((group, place), ids, np.asarray(prefix.logprobs, "<f4"), versions)
+        self._end((group, place), prefix.token_ids, prefix.logprobs, prefix.versions)
         return True
 
     def _admit(self) -> None:
@@ -322,10 +305,7 @@ class ContinuousBatch(Generation):
         padded = len(wholes[0]) < len(wholes[-1])
         cache = DynamicCache()  # without the config: whole rows, sliding windows are left to the mask
         logits_PV, version = self._forward(
-            ids_PL,
-            mask_RL=mask_PL if padded else None,
-            positions_RL=(mask_PL.cumsum(-1) - 1).clamp_(min=0),
-            cache=cache,
+            ids_PL, mask_PL if padded else None, (mask_PL.cumsum(-1) - 1).clamp_(min=0), cache, None
         )
         rows = [(place, slot, done) for place, whole in enumerate(wholes) for slot, done in slots_of[whole]]
         prompts_R, slots_R, lengths_R = torch.tensor(rows, device=self._device).unbind(-1)
@@ -367,10 +347,10 @@ class ContinuousBatch(Generation):
         try:
             logits_RV, version = self._forward(
                 batch.newest_R[:, None],
-                mask_RL=(columns_L >= batch.padding_R[:, None]).long() if batch.padded else None,
-                positions_RL=positions_R[:, None],
-                cache=batch.cache,
-                only_version=batch.oldest_version if self._exact else None,
+                (columns_L >= batch.padding_R[:, None]).long() if batch.padded else None,
+                positions_R[:, None],
+                batch.cache,
+                batch.oldest_version if self._exact else None,
             )
         except WeightsChanged:
             self._batch = None
@@ -406,7 +386,7 @@ class ContinuousBatch(Generation):
             raise BrokenWeightsError(int(batch.versions_R.max()))
         self._tokens_ST[place], self._logprobs_ST[place] = tokens_R, logprobs_R
         self._versions_ST[place] = batch.versions_R
-        self._sampled += tokens_R.shape[0]
+        self.sampled += tokens_R.shape[0]
         batch = replace(batch, newest_R=tokens_R, lengths_R=batch.lengths_R + 1)
         ended_R = (tokens_R == self._policy.eos_token_id) | (batch.lengths_R >= batch.limits_R)
         ended = ended_R.nonzero().squeeze(-1)
@@ -419,30 +399,18 @@ class ContinuousBatch(Generation):
 
     def _collect(self, slots_E: Tensor, lengths_E: Tensor) -> None:
         """Rows that have ended, out of the result arrays."""
-        tokens = self._tokens_ST[slots_E].cpu().numpy().astype("<u4")
-        logprobs = self._logprobs_ST[slots_E].cpu().numpy().astype("<f4")
-        versions = self._versions_ST[slots_E].cpu().numpy().astype("<u4")
+        tokens = self._tokens_ST[slots_E].cpu().numpy()
+        logprobs = self._logprobs_ST[slots_E].cpu().numpy()
+        versions = self._versions_ST[slots_E].cpu().numpy()
         for place, (slot, length) in enumerate(zip(slots_E.tolist(), lengths_E.tolist(), strict=True)):
             self._free.append(slot)
             cut = (place, slice(length))
             self._end(self._running.pop(slot), tokens[cut], logprobs[cut], versions[cut])
 
-    def _end(
-        self,
-        row: _Row,
-        tokens_T: NDArray[np.uint32],
-        logprobs_T: NDArray[np.float32],
-        versions_T: NDArray[np.uint32],
-    ) -> None:
-        (group, place), ids = row, tokens_T.tolist()
-        group.rollouts[place] = single_turn(
-            self._policy.decode(ids),
-            token_ids=tokens_T.tobytes(),
-            logprobs=logprobs_T.tobytes(),
-            versions=versions_T.tobytes(),
-            finish=FinishReason.STOP if ids[-1] == self._policy.eos_token_id else FinishReason.LENGTH,
-            seed=group.request.seed,
-        )
+    def _end(self, row: _Row, token_ids: ArrayLike, logprobs: ArrayLike, versions: ArrayLike) -> None:
+        group, place = row
+        seed = group.request.seed
+        group.rollouts[place] = finished_rollout(self._policy, seed, token_ids, logprobs, versions)
         self._in_flight -= 1
         if len(group.rollouts) == group.request.n:
             self._complete.append(group)

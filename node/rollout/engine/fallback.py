@@ -60,7 +60,7 @@ class FallbackEngine(Engine):
         return self.current.context
 
     @property
-    def policy_version(self) -> int:
+    def policy_version(self) -> int:  # type: ignore[override]
         return self.current.policy_version
 
     def open(self, *, greedy: bool = False) -> Generation:
@@ -145,24 +145,14 @@ class _Generation(Generation):
         self._inner = self._engine.open(greedy=greedy)
 
     def start(self, requests: Sequence[GenerationRequest]) -> list[int]:
-        try:
-            theirs = self._inner.start(requests)
-        except EngineError as error:
-            if not self._moved(error):
-                raise
-            theirs = self._inner.start(requests)
+        theirs = self._attempt(lambda inner: inner.start(requests))
         ours = [next(self._numbers) for _ in requests]
         self._requests.update(zip(ours, requests, strict=True))
         self._tickets.update(zip(theirs, ours, strict=True))
         return ours
 
     def wait(self, *, tokens: int | None = None) -> list[tuple[int, list[Rollout]]]:
-        try:
-            done = self._inner.wait(tokens=tokens)
-        except EngineError as error:
-            if not self._moved(error):
-                raise
-            done = self._inner.wait(tokens=tokens)
+        done = self._attempt(lambda inner: inner.wait(tokens=tokens))
         complete = [(self._tickets.pop(ticket), rollouts) for ticket, rollouts in done]
         for ticket, _ in complete:
             del self._requests[ticket]
@@ -173,12 +163,20 @@ class _Generation(Generation):
         return self._inner.in_flight
 
     @property
-    def sampled(self) -> int:
+    def sampled(self) -> int:  # type: ignore[override]
         return self._sampled_before + self._inner.sampled
 
     def close(self) -> None:
         self._closed = True
         self._inner.close()
+
+    def _attempt(self, work: Callable[[Generation], Result]) -> Result:
+        try:
+            return work(self._inner)
+        except EngineError as error:
+            if not self._moved(error):
+                raise
+        return work(self._inner)
 
     def _moved(self, error: EngineError) -> bool:
         """Whether everything in flight was begun anew on an engine that took over."""

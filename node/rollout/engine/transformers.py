@@ -28,7 +28,7 @@ from node.rollout.engine.base import (
     EngineError,
     Generation,
     TokenSequence,
-    check_tokens,
+    check_sequences,
 )
 from node.rollout.engine.continuous import ContinuousBatch, WeightsChanged
 from node.rollout.policy import Policy
@@ -68,7 +68,7 @@ class TransformersEngine(Engine):
             self._weights = adapter_tensors(wrapped)
             self._known_names = frozenset(self._weights)
         self._model.requires_grad_(False)
-        self._version = 0
+        self.policy_version = 0
         self.in_flight = in_flight
         """May be changed before a generation is opened."""
         self._max_rows = max_rows
@@ -78,10 +78,6 @@ class TransformersEngine(Engine):
         self._paused = False
         self._updates_waiting = 0
         self._closed = False
-
-    @property
-    def policy_version(self) -> int:
-        return self._version
 
     # --- generation ----------------------------------------------------------------------------------------
 
@@ -101,14 +97,13 @@ class TransformersEngine(Engine):
     def _next_logits(
         self,
         ids_RL: Tensor,
-        *,
         mask_RL: Tensor | None,
         positions_RL: Tensor,
         cache: DynamicCache,
-        only_version: int | None = None,
+        only_version: int | None,
     ) -> tuple[Tensor, int]:
         with self._turn(generating=True):
-            if only_version not in (None, self._version):
+            if only_version not in (None, self.policy_version):
                 raise WeightsChanged
             logits_RV = self._model(
                 input_ids=ids_RL,
@@ -118,14 +113,12 @@ class TransformersEngine(Engine):
                 use_cache=True,
                 logits_to_keep=1,
             ).logits[:, -1]
-            return logits_RV, self._version
+            return logits_RV, self.policy_version
 
     # --- scoring -------------------------------------------------------------------------------------------
 
     def logprobs(self, sequences: Sequence[TokenSequence]) -> list[NDArray[np.float32]]:
-        for sequence in sequences:
-            self._check_tokens(sequence.prompt_ids)
-            self._check_tokens(sequence.prompt_ids + sequence.token_ids)
+        check_sequences(sequences, self._policy.vocab_size, self.context)
         results: list[NDArray[np.float32]] = [np.zeros(0, np.float32)] * len(sequences)
 
         def tokens_of(place: int) -> int:
@@ -164,7 +157,7 @@ class TransformersEngine(Engine):
             start = len(sequence.prompt_ids) - shortest
             scored = logprobs[row, start : start + len(sequence.token_ids)]
             if np.isnan(scored).any():
-                raise BrokenWeightsError(self._version)
+                raise BrokenWeightsError(self.policy_version)
             results[place] = scored.copy()
 
     # --- weights and turns ---------------------------------------------------------------------------------
@@ -187,7 +180,7 @@ class TransformersEngine(Engine):
             with torch.no_grad():  # other threads wait for the condition's lock meanwhile
                 for name, parameter in self._weights.items():
                     parameter.copy_(state[name])
-            self._version = policy_version
+            self.policy_version = policy_version
             self._turns.notify_all()
 
     def pause(self) -> None:
@@ -229,6 +222,3 @@ class TransformersEngine(Engine):
             with self._turns:
                 self._busy = False
                 self._turns.notify_all()
-
-    def _check_tokens(self, token_ids: tuple[int, ...]) -> None:
-        check_tokens(token_ids, 0, self._policy.vocab_size, self.context)

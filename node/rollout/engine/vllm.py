@@ -44,7 +44,7 @@ from node.rollout.engine.base import (
     GenerationRequest,
     TokenSequence,
     check_request,
-    check_tokens,
+    check_sequences,
 )
 from node.rollout.policy import Policy
 from protocol.errors import ConfigError, ModelError
@@ -97,7 +97,7 @@ class VllmEngine(Engine):
         self._sleeps = sleeps
         self._seed = seed
         self._notice = notice or _log_notice
-        self._version = 0
+        self.policy_version = 0
         self.context = min(policy.max_positions, settings.max_context)
         shapes = policy.tensor_shapes()
         self._mirror = Mirror(shapes, getattr(torch, settings.dtype))
@@ -131,10 +131,6 @@ class VllmEngine(Engine):
             raise
 
     @property
-    def policy_version(self) -> int:
-        return self._version
-
-    @property
     def pids(self) -> list[int]:
         """Processes of the running engine, the scheduler's first."""
         life = self.life
@@ -153,9 +149,7 @@ class VllmEngine(Engine):
 
     def logprobs(self, sequences: Sequence[TokenSequence]) -> list[NDArray[np.float32]]:
         """As the interface says; waits while the engine sleeps."""
-        for sequence in sequences:
-            check_tokens(sequence.prompt_ids, 0, self._policy.vocab_size, self.context)
-            check_tokens(sequence.prompt_ids + sequence.token_ids, 0, self._policy.vocab_size, self.context)
+        check_sequences(sequences, self._policy.vocab_size, self.context)
         while True:
             self._awake.wait()
             with self._exclusive:
@@ -166,7 +160,7 @@ class VllmEngine(Engine):
                     break
         for scored in results:
             if np.isnan(scored).any():
-                raise BrokenWeightsError(self._version)
+                raise BrokenWeightsError(self.policy_version)
         return results
 
     # --- weights -------------------------------------------------------------------------------------------
@@ -187,7 +181,7 @@ class VllmEngine(Engine):
 
     def reload(self, state: Mapping[str, Tensor], policy_version: int) -> None:
         with self._exclusive:
-            self._mirror.forget()
+            self._mirror.known = False
         self.update(state, policy_version)
 
     async def _take(
@@ -203,7 +197,7 @@ class VllmEngine(Engine):
                 await life.patch(patches, policy_version, self.dtype, whole=not self._mirror.known)
             except Exception as error:
                 life.process.raise_if_dead()
-                self._mirror.forget()
+                self._mirror.known = False
                 self._notice(
                     NoticeLevel.WARNING, f"an update of the engine failed and is sent whole: {error}"
                 )
@@ -218,7 +212,7 @@ class VllmEngine(Engine):
             self._refused = True
             raise EngineDied(cause) from error
         self._refused = False
-        self._version = policy_version
+        self.policy_version = policy_version
         await life.go_on(enter=not self._paused)
         self.update_stall_s = time.monotonic() - began_s
         self.patch_bytes = sum(patch.payload_bytes for patch in patches)
@@ -241,7 +235,7 @@ class VllmEngine(Engine):
         began_s = time.monotonic()
         await life.wake(weights_only=True)
         await life.adapt(adapter)
-        self._version = adapter.policy_version
+        self.policy_version = adapter.policy_version
         if self.in_flight != "continue":
             await life.stop(list(life.legs.values()))
         await life.drop_adapters()
@@ -348,7 +342,9 @@ class VllmEngine(Engine):
             now_s = time.monotonic()
             self._deaths = [at_s for at_s in self._deaths if now_s - at_s < DEATHS_COUNT_S] + [now_s]
             self._cause = cause
-            self._notice(NoticeLevel.WARNING, f"{cause}; it is started again with version {self._version}")
+            self._notice(
+                NoticeLevel.WARNING, f"{cause}; it is started again with version {self.policy_version}"
+            )
             life.process.close()
 
     def _born(self) -> Life:
@@ -362,7 +358,7 @@ class VllmEngine(Engine):
             notice=self._notice,
             closing=self._closing,
         )
-        life = Life(process, settings.max_concurrent, self._version)
+        life = Life(process, settings.max_concurrent, self.policy_version)
         try:
             process.run(self.settle(life))
         except BaseException:
@@ -377,15 +373,17 @@ class VllmEngine(Engine):
         adapter = None if self.folders is None else self.folders.newest
         try:
             if weights is not None:
-                await life.patch(self._mirror.everything(weights), self._version, self.dtype, whole=True)
-                self._mirror.remember()
+                await life.patch(
+                    self._mirror.everything(weights), self.policy_version, self.dtype, whole=True
+                )
+                self._mirror.known = True
             elif adapter is not None:
                 await life.adapt(adapter)
             else:
-                await life.label(self._version)
+                await life.label(self.policy_version)
         except Exception as error:
             life.process.raise_if_dead()
-            raise EngineDied(f"a new engine does not take version {self._version}: {error}") from error
+            raise EngineDied(f"a new engine does not take version {self.policy_version}: {error}") from error
         if not self._paused:
             life.gate.set()
 
@@ -416,7 +414,7 @@ class VllmEngine(Engine):
 
     def _process_seed(self) -> int:
         """31 bits; another one after every death, so that nothing is drawn twice."""
-        text = f"{self._seed}/{self._version}/{self._lives}"
+        text = f"{self._seed}/{self.policy_version}/{self._lives}"
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4]) >> 1
 
     # --- what fits -----------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from node.events import NoticeLevel
 from node.open import parts as opening
 from node.open.memory import BudgetError
 from node.open.parts import Learner, Parts, open_parts
-from node.rollout.adapter import load_adapter
+from node.rollout.adapter import adapter_tensors
 from node.rollout.engine.base import TokenSequence
 from node.rollout.policy import Policy
 from node.sandbox.scorer import Scorer
@@ -115,7 +115,8 @@ def test_the_embedded_engine_computes_as_the_trainer_does(
     moved = {
         name: torch.randn(tensor.shape, generator=drawn) / 20 for name, tensor in trainer.state_dict().items()
     }
-    load_adapter(trainer.model, moved)
+    for name, tensor in adapter_tensors(trainer.model).items():
+        tensor.copy_(moved[name])
     loaded.engine.update(moved, 1)
     sequences = [TokenSequence((2, 7, 3), tuple(range(5, 5 + length))) for length in (30, 4, 17)]
     assert loaded.engine.dtype == "bfloat16"

@@ -5,14 +5,25 @@ from __future__ import annotations
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
-from node.rollout.adapter import AdapterSpec, adapter_state, load_adapter, merged_state, wrap, write_adapter
+from node.rollout.adapter import (
+    AdapterSpec,
+    adapter_state,
+    adapter_tensors,
+    merged_state,
+    wrap,
+    write_adapter,
+)
 from node.rollout.policy import Policy
 from protocol.errors import ConfigError, ModelError
 from tests.node.rollout.rounding import LOGPROB_NATS
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 SPEC = AdapterSpec(rank=4, alpha=8.0)
 TOKENS = torch.tensor([[2, 5, 9, 7, 3]])
@@ -28,6 +39,11 @@ def policy(tiny_policy_path: Path) -> Policy:
 def logits(model: torch.nn.Module) -> torch.Tensor:
     with torch.no_grad():
         return model(input_ids=TOKENS).logits
+
+
+def load(model: PeftModel, state: dict[str, torch.Tensor]) -> None:
+    for name, tensor in adapter_tensors(model).items():
+        tensor.copy_(state[name])
 
 
 def drawn(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -58,32 +74,17 @@ def test_state_has_the_saved_names_and_goes_round(policy: Policy) -> None:
     layer = "base_model.model.model.layers.1.mlp.down_proj"
     assert state[f"{layer}.lora_A.weight"].shape == (4, 64)
     assert state[f"{layer}.lora_B.weight"].shape == (32, 4)
-    load_adapter(first, drawn(state))
+    load(first, drawn(state))
     assert not torch.equal(state[f"{layer}.lora_B.weight"], adapter_state(first)[f"{layer}.lora_B.weight"])
-    load_adapter(second, adapter_state(first))
+    load(second, adapter_state(first))
     assert torch.equal(logits(first), logits(second))
     assert not torch.allclose(logits(first), logits(policy.load_model()), atol=1e-2)
 
 
 @needs_peft
-def test_a_state_that_does_not_fit_changes_nothing(policy: Policy) -> None:
-    model = wrap(policy.load_model(), SPEC)
-    before = adapter_state(model)
-    wider = adapter_state(wrap(policy.load_model(), AdapterSpec(rank=5, alpha=8.0)))
-    for wrong in (
-        wider,
-        dict(list(drawn(before).items())[1:]),
-        {**drawn(before), "other": torch.zeros(1)},
-    ):
-        with pytest.raises(ModelError, match="the adapter does not fit"):
-            load_adapter(model, wrong)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in adapter_state(model).items())
-
-
-@needs_peft
 def test_merged_weights_are_a_plain_policy_and_leave_the_adapter_alone(policy: Policy) -> None:
     model = wrap(policy.load_model(), SPEC)
-    load_adapter(model, drawn(adapter_state(model)))
+    load(model, drawn(adapter_state(model)))
     before = logits(model)
     merged = merged_state(model)
     assert torch.equal(logits(model), before)
@@ -99,7 +100,7 @@ def test_peft_reads_the_files(policy: Policy, tmp_path: Path) -> None:
 
     model = wrap(policy.load_model(), SPEC)
     state = drawn(adapter_state(model))
-    load_adapter(model, state)
+    load(model, state)
     write_adapter(tmp_path / "made", SPEC, state, policy.path)
     theirs = PeftModel.from_pretrained(policy.load_model(), tmp_path / "made")
     assert torch.equal(logits(theirs), logits(model))

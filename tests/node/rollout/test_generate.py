@@ -14,10 +14,10 @@ from node.environment.tasks import Completion, Prompt
 from node.membership import Membership
 from node.rollout.engine.base import Engine
 from node.rollout.engine.transformers import TransformersEngine
-from node.rollout.generate import Generator, NoGroupError, completions_of, request_seed
+from node.rollout.generate import Generator, NoGroupError, request_seed
 from node.rollout.policy import Policy
 from node.rollout.prompts import AssignedPrompt
-from node.rollout.scoring import OwnScorer
+from node.rollout.scoring import OwnScorer, completions_of
 from node.sandbox.scorer import FailureReason, Scorer
 from protocol.codec import digest, encode
 from protocol.messages import FinishReason, Lineage, PromptRef

@@ -7,19 +7,9 @@ import sys
 import pytest
 
 from node.environment.tasks import Completion
-from node.sandbox import (
-    FailureReason,
-    Layer,
-    SandboxReport,
-    SandboxStrength,
-    ScoredGroup,
-    ScoreFailure,
-    Scorer,
-    describe,
-    probe,
-)
-from node.sandbox.records import ForkResult, ForkStatus, ProbeRequest, Trial
-from node.sandbox.strength import measure
+from node.sandbox.records import ForkResult, ForkStatus, Layer, ProbeRequest, Trial
+from node.sandbox.scorer import FailureReason, ScoredGroup, ScoreFailure, Scorer
+from node.sandbox.strength import SandboxReport, SandboxStrength, describe, measure
 from protocol.messages import EnvironmentSpec
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
@@ -66,7 +56,8 @@ def test_silence_is_not_a_wall(result: ForkResult | None) -> None:
 @pytest.mark.slow
 def test_this_machine() -> None:
     """A container without namespaces may be weaker, but never claims more than was measured."""
-    report = probe()
+    with Scorer(()) as scorer:
+        report = scorer.report
     assert set(report.holds).isdisjoint(report.fails)
     if Layer.NAMESPACES in report.layers and Layer.SECCOMP in report.layers:
         assert report.strength is SandboxStrength.STRONG, describe(report)
@@ -83,7 +74,8 @@ def test_this_machine() -> None:
     ],
 )
 def test_fewer_walls(layers: tuple[Layer, ...], strength: SandboxStrength) -> None:
-    report = probe(layers=layers)
+    with Scorer((), layers=layers) as scorer:
+        report = scorer.report
     if absent := set(layers) - set(report.layers):
         pytest.skip(f"this machine does not offer {sorted(absent)}: {report.missing}")
     assert report.strength is strength, describe(report)

@@ -73,7 +73,7 @@ def test_after_a_failure_everything_is_sent() -> None:
     mirror = Mirror(SHAPES, torch.float32)
     fitted = mirror.fit(weights())
     mirror.commit(fitted, mirror.changes(fitted))
-    mirror.forget()
+    mirror.known = False
     assert {patch.name for patch in mirror.changes(fitted)} == set(SHAPES)
     held = mirror.weights
     assert held is not None, "a new process gets these"
