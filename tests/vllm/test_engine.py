@@ -189,7 +189,7 @@ def test_a_followers_probe_finds_weights_that_nobody_meant(
 ) -> None:
     follower = FollowerProbe(engine, policy, None, prompt=QUESTIONS[0].format, tolerance=1e-3)
     assert follower.update(disturbed(state, 0.05, seed=11), 20) is False
-    assert (follower.failure, engine.policy_version) == ("", 20)
+    assert (follower.not_sharing, engine.policy_version) == ("", 20)
 
     given, others = engine.update, [disturbed(state, 0.05, seed=13)]
 
@@ -200,7 +200,7 @@ def test_a_followers_probe_finds_weights_that_nobody_meant(
         patched.setattr(engine, "update", wrong_once)
         follower = FollowerProbe(engine, policy, None, prompt=QUESTIONS[0].format, tolerance=1e-3)
         assert follower.update(disturbed(state, 0.05, seed=12), 21) is True  # loaded anew, as a whole
-        assert follower.failure == ""
+        assert follower.not_sharing == ""
 
 
 def test_a_patch_for_another_base_is_refused_and_everything_sent(
