@@ -33,7 +33,7 @@ from node.weights.chain.bf16 import U16, to_tensors
 from protocol import delta
 from swarm_cli.bench._codec_updates import STEPS, Update, UpdateKind, make_update
 from swarm_cli.bench._codec_yardsticks import bound_bytes, need_zstandard, pulse_like_bytes
-from swarm_cli.bench.measure import Say, envelope, rounded
+from swarm_cli.bench.measure import Say, envelope
 
 __all__ = ["FULL", "QUICK", "Size", "bench_codec"]
 
@@ -83,7 +83,7 @@ def bench_codec(policy: Policy, cache: Path, size: Size, say: Say) -> dict[str, 
         }
     finally:
         engine.close()
-    return rounded(envelope("codec", results))
+    return envelope("codec", results)
 
 
 def _measure(update: Update, engine: TransformersEngine, rounds: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-__all__ = ["Pairs", "Say", "envelope", "in_turn", "rounded", "spread"]
+__all__ = ["Pairs", "Say", "envelope", "in_turn", "spread"]
 
 Say = Callable[[str], None]
 """Hears a line of progress."""
@@ -58,26 +58,22 @@ def spread(values: Sequence[float]) -> float:
 
 
 def envelope(bench: str, results: Mapping[str, Any]) -> dict[str, Any]:
-    """A report as one JSON object: what ran, what came out, and on what machine."""
+    """A report as one JSON object: what ran, what came out (floats to four significant digits), and on what
+    machine."""
     return {
         "bench": bench,
-        **results,
+        **{name: _rounded(value) for name, value in results.items()},
         "cores": len(os.sched_getaffinity(0)),
         "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
         "load_average": round(os.getloadavg()[0], 2),
     }
 
 
-def rounded(report: Mapping[str, Any], digits: int = 4) -> dict[str, Any]:
-    """A copy of `report` with every float, nested ones included, rounded to `digits` significant digits."""
-    return {key: _rounded(value, digits) for key, value in report.items()}
-
-
-def _rounded(value: Any, digits: int) -> Any:
+def _rounded(value: Any) -> Any:
     if isinstance(value, float):
-        return float(f"{value:.{digits}g}")
+        return float(f"{value:.4g}")
     if isinstance(value, Mapping):
-        return rounded(value, digits)
+        return {key: _rounded(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_rounded(each, digits) for each in value]
+        return [_rounded(each) for each in value]
     return value

@@ -31,7 +31,7 @@ from node.train.step import Trainer
 from node.weight.batch import collate
 from node.weight.groups import OWN_SOURCE, TrainingGroup, TrainingRollout
 from node.weight.settings import Treatment, WeightSettings
-from swarm_cli.bench.measure import Say, envelope, rounded
+from swarm_cli.bench.measure import Say, envelope, in_turn
 
 __all__ = ["FULL", "QUICK", "Size", "bench_objectives"]
 
@@ -66,11 +66,13 @@ def bench_objectives(policy: Policy | None, size: Size, say: Say) -> dict[str, A
     plain_ms = []
     for preset in all_presets():
         objective = preset.make(**dict.fromkeys(preset.required, REQUIRED_OPTION))
-        ours, theirs = _in_turn(objective, plain, inputs, size.rounds)
-        plain_ms.append(1e3 * median(theirs))
-        overhead_s = median(our - their for our, their in zip(ours, theirs, strict=True))
+        ours, theirs = partial(_learn_s, objective, inputs), partial(_learn_s, plain, inputs)
+        pairs = in_turn(size.rounds + 1, ours, theirs, lambda _: None)
+        ours_s, theirs_s = pairs.ours[1:], pairs.theirs[1:]  # the first warms up
+        plain_ms.append(1e3 * median(theirs_s))
+        overhead_s = median(our - their for our, their in zip(ours_s, theirs_s, strict=True))
         found[preset.name] = {
-            "ms": 1e3 * median(ours),
+            "ms": 1e3 * median(ours_s),
             "overhead_ms": 1e3 * overhead_s,
             "share_of_step": None if step_s is None else overhead_s / step_s,
             "whole_batch": objective.whole_batch,
@@ -89,26 +91,15 @@ def bench_objectives(policy: Policy | None, size: Size, say: Say) -> dict[str, A
         "passed": all(share < BAR for share in shares.values()) if shares else None,
         "objectives": found,
     }
-    return rounded(envelope("objectives", results))
+    return envelope("objectives", results)
 
 
-def _in_turn(
-    one: Objective, other: Objective, inputs: LossInputs, rounds: int
-) -> tuple[list[float], list[float]]:
-    """Seconds of each, after one round that does not count; the order changes from round to round."""
-    seconds: tuple[list[float], list[float]] = ([], [])
-    for place in range(rounds + 1):
-        for side in ((0, 1), (1, 0))[place % 2]:
-            took_s = _seconds(partial(_learn, (one, other)[side], inputs))
-            if place:
-                seconds[side].append(took_s)
-    return seconds
-
-
-def _learn(objective: Objective, inputs: LossInputs) -> None:
+def _learn_s(objective: Objective, inputs: LossInputs, _: int) -> float:
+    began_s = time.perf_counter()
     logprobs = inputs.logprobs_BT.detach().requires_grad_()
     result = objective(replace(inputs, logprobs_BT=logprobs))
     torch.autograd.grad(result.loss_BT.sum() / inputs.mask_BT.numel(), logprobs)
+    return time.perf_counter() - began_s
 
 
 def _inputs(size: Size) -> LossInputs:

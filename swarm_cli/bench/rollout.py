@@ -40,7 +40,7 @@ from node.rollout.engine.transformers import TransformersEngine
 from node.rollout.engine.vllm import VllmEngine
 from node.rollout.policy import Policy
 from swarm_cli.bench.baseline import BareVllm
-from swarm_cli.bench.measure import Say, envelope, in_turn, rounded, spread
+from swarm_cli.bench.measure import Say, envelope, in_turn, spread
 from swarm_cli.bench.partial import partial, synchronous
 from swarm_cli.bench.updates import Weights, seconds_with_update
 from swarm_cli.bench.workload import Group, LongTail, groups, prompt, rollout
@@ -121,7 +121,7 @@ def bench_rollout(config: NodeConfig, policy: Policy, size: Size, say: Say) -> d
     finally:
         if bare is not None:
             bare.close()
-    return rounded(envelope("rollout", results))
+    return envelope("rollout", results)
 
 
 def _speed(engine: Engine, bare: BareVllm | None, policy: Policy, size: Size, say: Say) -> dict[str, Any]:

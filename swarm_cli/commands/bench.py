@@ -53,11 +53,8 @@ def rollout(
     from swarm_cli.bench.rollout import FULL, QUICK, bench_rollout
 
     policy = Policy.open(settings.policy.folder(settings.home))
-    report = bench_rollout(settings, policy, QUICK if quick else FULL, _say)
-    if json:
-        write_json(report)
-    else:
-        out.print(_table(report))
+    report = bench_rollout(settings, policy, QUICK if quick else FULL, err.print)
+    _print(report, json)
 
 
 @app.command()
@@ -86,11 +83,8 @@ def codec(
     from swarm_cli.bench.codec import FULL, QUICK, bench_codec
 
     policy = Policy.open(settings.policy.folder(settings.home))
-    report = bench_codec(policy, Home(settings.home).bench / "codec", QUICK if quick else FULL, _say)
-    if json:
-        write_json(report)
-    else:
-        out.print(_table(report))
+    report = bench_codec(policy, Home(settings.home).bench / "codec", QUICK if quick else FULL, err.print)
+    _print(report, json)
 
 
 @app.command()
@@ -130,11 +124,8 @@ def broadcast(
         receivers=tuple(receivers) if receivers else size.receivers,
         baselines=baselines,
     )
-    report = bench_broadcast(size, _say)
-    if json:
-        write_json(report)
-    else:
-        out.print(_table(report))
+    report = bench_broadcast(size, err.print)
+    _print(report, json)
 
 
 @app.command()
@@ -183,7 +174,7 @@ def staleness(
     from swarm_cli.bench.staleness.bench import FULL, QUICK, bench_staleness
 
     size = _cut(QUICK if quick else FULL, presets, lags, seeds, rates, mismatch, only)
-    report = bench_staleness(size, Home(settings.home).bench / "staleness" / "runs.jsonl", _say)
+    report = bench_staleness(size, Home(settings.home).bench / "staleness" / "runs.jsonl", err.print)
     if svg is not None and report["lags"] is not None:
         svg.write_text(plot.svg(report["lags"]), encoding="utf-8")
     if json:
@@ -259,7 +250,7 @@ def objectives(
     except ConfigError as error:
         err.print(f"{error}; objectives are not held against a step")
         policy = None
-    report = bench_objectives(policy, QUICK if quick else FULL, _say)
+    report = bench_objectives(policy, QUICK if quick else FULL, err.print)
     if json:
         write_json(report)
     else:
@@ -269,8 +260,11 @@ def objectives(
         raise typer.Exit(1)
 
 
-def _say(text: str) -> None:
-    err.print(text)
+def _print(report: dict[str, Any], json: bool) -> None:
+    if json:
+        write_json(report)
+    else:
+        out.print(_table(report))
 
 
 def _table(report: dict[str, Any]) -> Table:

@@ -36,7 +36,7 @@ import psutil
 from protocol.errors import ConfigError, OurFault
 from swarm_cli.bench.broadcast.crowd import Cpu, Trace, gathered
 from swarm_cli.bench.broadcast.networks import MAX_NODES, Network, open_network, set_link
-from swarm_cli.bench.measure import Say, envelope, rounded
+from swarm_cli.bench.measure import Say, envelope
 from swarm_cli.demo.processes import signals_interrupt
 
 __all__ = ["FULL", "QUICK", "Size", "bench_broadcast", "cpu_ms_per_mb", "open_folder"]
@@ -95,7 +95,7 @@ def bench_broadcast(size: Size, say: Say) -> dict[str, Any]:
         last_s = [each["last_s"] for each in sorted(results["n"], key=lambda each: each["n"])]
         results["growth"] = last_s[-1] / last_s[0] if len(last_s) > 1 else None
         results["reasons"] = bench.reasons
-    return rounded(envelope("broadcast", results))
+    return envelope("broadcast", results)
 
 
 class _Bench:

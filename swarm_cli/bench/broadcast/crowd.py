@@ -26,7 +26,7 @@ import psutil
 from protocol.errors import DeadlineError, OurFault
 from swarm_cli.bench.broadcast import peer
 from swarm_cli.bench.broadcast.member import Place
-from swarm_cli.bench.broadcast.networks import LinkBytes, Network, link_bytes
+from swarm_cli.bench.broadcast.networks import Network, sent_bytes
 
 __all__ = ["Cpu", "Crowd", "Trace", "gathered"]
 
@@ -49,8 +49,8 @@ class Sample:
 
     at_s: float
     """Since the start."""
-    links: dict[int, LinkBytes]
-    """By node; those that are alive."""
+    sent: dict[int, int]
+    """Bytes over the link so far, by node; those that are alive."""
     idle_s: float
     busy_s: float
     """Of all cores since the machine started."""
@@ -82,8 +82,8 @@ class Trace:
 
     def up_bytes(self, number: int) -> int | None:
         """What a node sent during the run; None without a link of its own."""
-        first, last = (each.links.get(number) for each in (self.samples[0], self.samples[-1]))
-        return None if first is None or last is None else last.up - first.up
+        first, last = (each.sent.get(number) for each in (self.samples[0], self.samples[-1]))
+        return None if first is None or last is None else last - first
 
     def take(self, processes: dict[int, int]) -> None:
         """One more sample, of these process ids by node."""
@@ -92,7 +92,7 @@ class Trace:
         self.samples.append(
             Sample(
                 time.monotonic() - self.started_s,
-                {number: seen for number, pid in processes.items() if (seen := link_bytes(pid)) is not None},
+                {number: seen for number, pid in processes.items() if (seen := sent_bytes(pid)) is not None},
                 idle_s,
                 sum(now) - idle_s - getattr(now, "guest", 0.0) - getattr(now, "guest_nice", 0.0),
             )
@@ -134,11 +134,6 @@ class Crowd:
     def __init__(self, peers: Sequence[_Peer]) -> None:
         self._peers = {each.number: each for each in peers}
 
-    @property
-    def numbers(self) -> list[int]:
-        """Of the nodes that live."""
-        return sorted(self._peers)
-
     def kill(self, numbers: Collection[int]) -> None:
         """These nodes are gone without a word."""
         for number in numbers:
@@ -153,12 +148,11 @@ class Crowd:
     def broadcast(self, timeout_s: float, meanwhile: Callable[[Trace], None]) -> tuple[Trace, dict[int, Any]]:
         """Let the blob travel: what was seen, and each receiver's answer. `meanwhile` is called every half
         second and may kill."""
-        processes = self._process_ids()
-        before = _cpu(processes)
+        before = _cpu(self._process_ids())
         trace = Trace(time.monotonic())
-        trace.take(processes)
+        trace.take(self._process_ids())
         trace.started_s = time.monotonic()
-        for number in self.numbers:
+        for number in sorted(self._peers):
             self._peers[number].tell({"do": "start", "timeout_s": timeout_s})
 
         def tick() -> None:

@@ -26,16 +26,15 @@ from protocol.errors import OurFault
 
 __all__ = [
     "MAX_NODES",
-    "LinkBytes",
     "Network",
     "NoNamespacesError",
     "Site",
     "call",
     "enter",
-    "link_bytes",
     "loopback",
     "open_network",
     "remove_leftovers",
+    "sent_bytes",
     "set_link",
 ]
 
@@ -74,14 +73,6 @@ class Network:
     cap_mbit: float = 0.0
     reason: str = ""
     """Why there are no namespaces."""
-
-
-@dataclass(frozen=True)
-class LinkBytes:
-    """What went over one node's link so far, headers included."""
-
-    up: int
-    down: int
 
 
 class NoNamespacesError(Exception):
@@ -132,8 +123,8 @@ def set_link(site: Site, *, up: bool) -> None:
         raise OurFault(f"a node of the bench cannot be cut off: {error}") from None
 
 
-def link_bytes(process_id: int) -> LinkBytes | None:
-    """Of the node whose process this is; None once it is gone."""
+def sent_bytes(process_id: int) -> int | None:
+    """What the node whose process this is has sent over its link, headers included; None once it is gone."""
     try:
         text = Path(f"/proc/{process_id}/net/dev").read_text()
     except OSError:
@@ -141,8 +132,7 @@ def link_bytes(process_id: int) -> LinkBytes | None:
     for line in text.splitlines():
         name, _, numbers = line.partition(":")
         if name.strip() == _DEVICE:
-            fields = numbers.split()
-            return LinkBytes(up=int(fields[8]), down=int(fields[0]))
+            return int(numbers.split()[8])
     return None
 
 

@@ -12,7 +12,6 @@ import asyncio
 import hashlib
 import random
 from abc import abstractmethod
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from node.weights.exchange.exchange import Exchange
 from node.weights.exchange.rate import RateLimit
 from node.weights.exchange.store import WeightsStore
 from protocol.errors import DeadlineError, TransportError
-from protocol.messages import ChunkedBlob, Digest, PeerId
+from protocol.messages import ChunkedBlob, PeerId
 from swarm_cli.bench.broadcast.member import Member, Place
 
 __all__ = ["ExchangeMember", "UnicastMember"]
@@ -113,7 +112,6 @@ class ExchangeMember(_SwarmMember):
     def __init__(self, place: Place) -> None:
         super().__init__(place)
         self._store = WeightsStore(place.folder / "blobs", _STORE_BYTES)
-        self._failures: Counter[str] = Counter()
         self._exchange: Exchange | None = None
         self._blob: ChunkedBlob | None = None
 
@@ -122,8 +120,8 @@ class ExchangeMember(_SwarmMember):
             Runtime(SystemClock(), ThreadCompute(), EventBus(), random.Random(self.place.number)),
             self.transport,
             self._store,
-            providers=self._providers,
-            failed=self._failed,
+            providers=lambda root: self.ids,
+            failed=lambda peer_id, reason: None,
             upload_mbit=self.place.cap_mbit,
             download_mbit=self.place.cap_mbit,
         )
@@ -145,22 +143,12 @@ class ExchangeMember(_SwarmMember):
 
     async def report(self) -> dict[str, Any]:
         _, exchange = self._known()
-        return {
-            "sent_bytes": exchange.uploaded.total(),
-            "from_source_bytes": exchange.downloaded[self.ids[0]],
-            "failures": dict(self._failures),
-        }
+        return {"sent_bytes": exchange.uploaded.total()}
 
     def _known(self) -> tuple[ChunkedBlob, Exchange]:
         if self._blob is None or self._exchange is None:
             raise RuntimeError("the node has not joined")
         return self._blob, self._exchange
-
-    def _providers(self, root: Digest) -> list[PeerId]:
-        return self.ids
-
-    def _failed(self, peer_id: PeerId, reason: str) -> None:
-        self._failures[reason] += 1
 
 
 class UnicastMember(_SwarmMember):

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from swarm_cli.bench.measure import Say, envelope, rounded
+from swarm_cli.bench.measure import Say, envelope
 from swarm_cli.bench.staleness.lagged import LAGGED
 from swarm_cli.bench.staleness.lags import Lags, LagSize
 from swarm_cli.bench.staleness.ledger import Ledger
@@ -100,5 +100,4 @@ def bench_staleness(size: Size, ledger_path: Path, say: Say) -> dict[str, Any]:
     results["made"], results["reused"] = crew.finished.made, crew.finished.reused
     results["failures"] = crew.finished.failures
     results["wall_s"] = time.monotonic() - began_s
-    report: dict[str, Any] = rounded(envelope("staleness", results))
-    return report
+    return envelope("staleness", results)

@@ -31,7 +31,7 @@ from node.weight.by_group import ByGroup
 from node.weight.groups import OWN_SOURCE, TrainingGroup
 from swarm_cli.bench.staleness.answers import Answered, Answers
 from swarm_cli.bench.staleness.buffer import Buffer, Place, Schedule
-from swarm_cli.bench.staleness.job import Job
+from swarm_cli.bench.staleness.ledger import Job
 from swarm_cli.bench.staleness.mismatch import Mismatch
 from swarm_cli.bench.staleness.objective import Method, open_method
 from swarm_cli.bench.staleness.tasks import open_tasks
@@ -75,18 +75,11 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     """Of the process, which a busy machine prolongs less."""
 
 
-class _Stopwatch:
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def on(self, work: str) -> Iterator[None]:
-        began_s = time.perf_counter()
-        try:
-            yield
-        finally:
-            spent_s = time.perf_counter() - began_s
-            self.seconds[work] = self.seconds.get(work, 0.0) + spent_s
+@contextmanager
+def _timed(seconds: dict[str, float], work: str) -> Iterator[None]:
+    began_s = time.perf_counter()
+    yield
+    seconds[work] = seconds.get(work, 0.0) + time.perf_counter() - began_s
 
 
 def run_lagged(settings: Lagged, heard: Callable[[int, Sequence[Answered]], None] | None = None) -> RunResult:
@@ -103,20 +96,20 @@ def run_lagged(settings: Lagged, heard: Callable[[int, Sequence[Answered]], None
         return answers.answer(weights, places, version, mismatch=mismatch, old=learner.method.snapshot)
 
     buffer: Buffer[Answered] = Buffer(schedule, settings.groups, generate)
-    watch = _Stopwatch()
+    seconds: dict[str, float] = {}
     curve: list[tuple[int, float]] = []
     reports: list[StepReport] = []
     for version in range(settings.steps):
         if version % settings.evaluate_every == 0:
-            with watch.on("evaluate"):
+            with _timed(seconds, "evaluate"):
                 curve.append((version, answers.held_out(learner.weights())))
-        with watch.on("generate"):
+        with _timed(seconds, "generate"):
             answered = buffer.take(version)
         if heard is not None:
             heard(version, answered)
-        with watch.on("train"):
+        with _timed(seconds, "train"):
             reports.append(learner.step(version, answered))
-    with watch.on("evaluate"):
+    with _timed(seconds, "evaluate"):
         curve.append((settings.steps, answers.held_out(learner.weights())))
     own = [each for report in reports for each in report.sources if each.source == OWN_SOURCE]
     return RunResult(
@@ -125,7 +118,7 @@ def run_lagged(settings: Lagged, heard: Callable[[int, Sequence[Answered]], None
         kept=_mean([each.kept for each in own]),
         ess=_mean([each.ess for each in own]),
         gap=_mean([each.gap for each in own]),
-        seconds=watch.seconds,
+        seconds=seconds,
         cpu_s=time.process_time() - began_s,
     )
 

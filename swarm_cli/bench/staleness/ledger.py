@@ -1,4 +1,4 @@
-"""Finished runs, one line each, so that a lab that was stopped goes on where it was.
+"""Runs as jobs, and the finished ones, one line each, so that a lab that was stopped goes on where it was.
 
 A line is JSON: the exact settings, what job they belong to, the result, and which code made it. A run is
 looked up by job and settings; other seeds, lags or presets are other runs. A line that is not whole (the
@@ -11,19 +11,30 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from swarm_cli.bench.staleness.job import Job
-
-__all__ = ["Ledger", "source_digest"]
+__all__ = ["Job", "Ledger", "source_digest"]
 
 _SOURCES = ("node/train", "node/weight", "swarm_cli/bench/staleness")
 
 Settings = TypeVar("Settings", bound=msgspec.Struct)
 Result = TypeVar("Result", bound=msgspec.Struct)
+
+
+@dataclass(frozen=True)
+class Job(Generic[Settings, Result]):
+    """A kind of run: settings and result are records that JSON holds. `run` is a function of a module, so
+    that other processes find it."""
+
+    name: str
+    run: Callable[[Settings], Result]
+    settings: type[Settings]
+    result: type[Result]
 
 
 class _Line(msgspec.Struct, frozen=True):

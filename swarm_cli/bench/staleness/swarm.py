@@ -33,7 +33,7 @@ from node.weight.settings import Treatment, WeightSettings
 from node.weight.treatment import open_treatments
 from swarm_cli.bench.staleness.answers import Answered, Answers
 from swarm_cli.bench.staleness.buffer import Place
-from swarm_cli.bench.staleness.job import Job
+from swarm_cli.bench.staleness.ledger import Job
 from swarm_cli.bench.staleness.tasks import open_tasks
 
 __all__ = ["BASELINES", "SWARM", "VARIANTS", "Swarm", "SwarmResult", "run_swarm"]

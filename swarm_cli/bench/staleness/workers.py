@@ -23,8 +23,7 @@ import msgspec
 
 from protocol.errors import OurFault, SwarmError
 from swarm_cli.bench.measure import Say
-from swarm_cli.bench.staleness.job import Job
-from swarm_cli.bench.staleness.ledger import Ledger
+from swarm_cli.bench.staleness.ledger import Job, Ledger
 
 __all__ = ["Crew", "Finished"]
 
@@ -36,19 +35,10 @@ _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _SAY_EVERY_S = 20.0
 
 
-class _Order(msgspec.Struct, frozen=True):
-    """crew -> process."""
-
-    job: str
-    settings: msgspec.Raw
-
-
-class _Outcome(msgspec.Struct, frozen=True):
-    """process -> crew."""
-
-    result: msgspec.Raw
-    failure: str | None
-    """Why there is no result."""
+_Order = tuple[str, msgspec.Raw]
+"""crew -> process: name of the job, settings."""
+_Outcome = tuple[msgspec.Raw, str | None]
+"""process -> crew: result, or why there is none."""
 
 
 @dataclass
@@ -96,12 +86,12 @@ class Crew:
             return
         self._say(f"{title}: {len(missing)} runs to do of {len(wanted)}")
         began_s = said_s = time.monotonic()
-        for done, (settings, outcome) in enumerate(self._outcomes(job, missing), start=1):
-            if outcome.failure is None:
-                ledger.add(settings, msgspec.json.decode(outcome.result, type=job.result))
+        for done, (settings, (result, failure)) in enumerate(self._outcomes(job, missing), start=1):
+            if failure is None:
+                ledger.add(settings, msgspec.json.decode(result, type=job.result))
                 self.finished.made += 1
             else:
-                self.finished.failures.append(f"{_named(settings)}: {outcome.failure}")
+                self.finished.failures.append(f"{_named(settings)}: {failure}")
                 self._say(self.finished.failures[-1])
             now_s = time.monotonic()
             if now_s - said_s >= _SAY_EVERY_S or done == len(missing):
@@ -113,13 +103,12 @@ class Crew:
         self, job: Job[Settings, Any], runs: Sequence[Settings]
     ) -> Iterator[tuple[Settings, _Outcome]]:
         """As they come. The order of starts is that of `runs`."""
-        orders = [
-            (settings, _Order(job.name, msgspec.Raw(msgspec.json.encode(settings)))) for settings in runs
+        waiting = [
+            (settings, (job.name, msgspec.Raw(msgspec.json.encode(settings)))) for settings in reversed(runs)
         ]
-        if not self._size:
-            yield from ((settings, _obey(order, self._jobs)) for settings, order in orders)
-            return
-        waiting = orders[::-1]
+        while waiting and not self._size:
+            settings, order = waiting.pop()
+            yield settings, _obey(order, self._jobs)
         busy: dict[Connection, Settings] = {}
         free = [pipe for _, pipe in self._open()]
         while waiting or busy:
@@ -132,7 +121,7 @@ class Crew:
             for pipe in [pipe for pipe in busy if pipe in ready]:
                 settings = busy.pop(pipe)
                 with _alive(settings):
-                    outcome = msgspec.json.decode(pipe.recv_bytes(), type=_Outcome)
+                    outcome: _Outcome = msgspec.json.decode(pipe.recv_bytes(), type=_Outcome)
                 free.append(pipe)
                 yield settings, outcome
 
@@ -170,27 +159,26 @@ def _work(pipe: Connection, jobs: Jobs) -> None:
 
 
 def _obey(order: _Order, jobs: Jobs) -> _Outcome:
-    job = jobs[order.job]
+    name, settings = order
+    job = jobs[name]
     try:
-        result = job.run(msgspec.json.decode(order.settings, type=job.settings))
+        result = job.run(msgspec.json.decode(settings, type=job.settings))
     except SwarmError as error:
-        return _Outcome(msgspec.Raw(b"null"), str(error))
-    return _Outcome(msgspec.Raw(msgspec.json.encode(result)), None)
+        return msgspec.Raw(b"null"), str(error)
+    return msgspec.Raw(msgspec.json.encode(result)), None
 
 
 @contextlib.contextmanager
 def _single_threaded() -> Iterator[None]:
     """Processes started meanwhile have one thread each."""
-    before = {name: os.environ.get(name) for name in _THREADS}
+    before = {name: os.environ[name] for name in _THREADS if name in os.environ}
     os.environ.update(dict.fromkeys(_THREADS, "1"))
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for name in _THREADS:
+            del os.environ[name]
+        os.environ.update(before)
 
 
 def _named(settings: msgspec.Struct) -> str:

@@ -26,7 +26,7 @@ from swarm_cli.bench.broadcast import bench, networks
 from swarm_cli.bench.broadcast.bench import QUICK, Size
 from swarm_cli.bench.broadcast.crowd import Cpu, Sample, Trace
 from swarm_cli.bench.broadcast.member import Place
-from swarm_cli.bench.broadcast.networks import LinkBytes, Site, open_network
+from swarm_cli.bench.broadcast.networks import Site, open_network
 from swarm_cli.bench.broadcast.swarm import UnicastMember
 
 FIELDS = {"n", "bytes", "last_s", "bound_s", "ratio", "source_copies", "unicast_s", "libtorrent_s"}
@@ -188,8 +188,8 @@ def test_node_that_nobody_connects_to_is_a_deadline() -> None:
 
 
 def sample(at_s: float, busy_s: float, **up: int) -> Sample:
-    links = {int(name[1:]): LinkBytes(up=count, down=0) for name, count in up.items()}
-    return Sample(at_s, links, idle_s=10.0 + at_s, busy_s=busy_s)
+    sent = {int(name[1:]): count for name, count in up.items()}
+    return Sample(at_s, sent, idle_s=10.0 + at_s, busy_s=busy_s)
 
 
 def test_trace_counts_from_the_start() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swarm_cli.bench.measure import Pairs, envelope, in_turn, rounded, spread
+from swarm_cli.bench.measure import Pairs, envelope, in_turn, spread
 
 
 def test_ratio_is_the_median_of_the_pairs_ratios() -> None:
@@ -55,5 +55,5 @@ def test_envelope_names_the_bench_and_the_machine() -> None:
         ({"a": (0.33333333, 2)}, {"a": [0.3333, 2]}),
     ],
 )
-def test_rounded_keeps_four_significant_digits(value: object, expected: object) -> None:
-    assert rounded({"value": value}) == {"value": expected}
+def test_results_keep_four_significant_digits(value: object, expected: object) -> None:
+    assert envelope("rollout", {"value": value})["value"] == expected
