@@ -160,15 +160,6 @@ def _speed(engine: Engine, bare: BareVllm | None, policy: Policy, size: Size, sa
 
 
 def _partial(engine: Engine, weights: Weights, policy: Policy, size: Size, say: Say) -> dict[str, Any]:
-    with ThreadPoolExecutor(1, thread_name_prefix="bench-update") as lane:
-        between, within = (_Updates(engine, weights, lane) for _ in range(2))
-        between()()  # the first one is whole
-        return _compare(engine, policy, size, between, within, say)
-
-
-def _compare(
-    engine: Engine, policy: Policy, size: Size, between: _Updates, within: _Updates, say: Say
-) -> dict[str, Any]:
     per_step = size.concurrency // size.group_size
     shares: list[float] = []
 
@@ -192,9 +183,15 @@ def _compare(
         shares.append(sum(within.stalls_s[len(within.stalls_s) - run.updates :]) / run.wall_s)
         return run.tokens_per_s
 
-    pairs = in_turn(
-        size.pairs, partially, synchronously, lambda text: say(f"tokens a second, partial and not: {text}")
-    )
+    with ThreadPoolExecutor(1, thread_name_prefix="bench-update") as lane:
+        between, within = (_Updates(engine, weights, lane) for _ in range(2))
+        between()()  # the first one is whole
+        pairs = in_turn(
+            size.pairs,
+            partially,
+            synchronously,
+            lambda text: say(f"tokens a second, partial and not: {text}"),
+        )
     return {
         "partial_tokens_per_s": median(pairs.ours),
         "synchronous_tokens_per_s": median(pairs.theirs),

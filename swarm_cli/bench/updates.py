@@ -68,15 +68,15 @@ class Weights:
         return taken
 
 
-def disturbed(state: dict[str, Tensor], seed: int, density: float = DENSITY) -> dict[str, Tensor]:
-    """Other weights: about so large a share of every tensor's elements is doubled. Tied tensors stay tied."""
+def disturbed(state: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
+    """Other weights: about DENSITY of every tensor's elements is doubled. Tied tensors stay tied."""
     generator = torch.Generator().manual_seed(seed)
     moved: dict[int, Tensor] = {}
     for tensor in state.values():
         if tensor.data_ptr() in moved:
             continue
         other = tensor.clone()
-        count = max(1, round(density * other.numel()))
+        count = max(1, round(DENSITY * other.numel()))
         chosen = torch.randint(other.numel(), (count,), generator=generator)
         other.view(-1)[chosen] = 2 * other.view(-1)[chosen] + torch.finfo(other.dtype).eps
         moved[tensor.data_ptr()] = other

@@ -139,7 +139,7 @@ def _progress(plan: DemoPlan) -> Callable[[str, Event], None]:
 
 
 def _run_processes(plan: DemoPlan, show: Callable[[str, Event], None], *, screen: bool) -> None:
-    from swarm_cli.demo.processes import EventTail, check_alive, running
+    from swarm_cli.demo.processes import DemoError, EventTail, check_alive, running
 
     shown = (*plan.honest, *plan.followers)
     tails = {node.config.name: EventTail(node.home.run(node.config.run).metrics) for node in shown}
@@ -153,7 +153,8 @@ def _run_processes(plan: DemoPlan, show: Callable[[str, Event], None], *, screen
             check_alive(plan.nodes, children)
             _follow(tails, done, (lambda name, event: None) if screen else show)
             if time.monotonic() > deadline_s:
-                _fail_late(training - done)
+                waiting = ", ".join(sorted(training - done))
+                raise DemoError(f"the demo did not finish in time; waiting for {waiting}")
             return done >= training
 
         if screen:
@@ -183,9 +184,3 @@ def _follow(tails: dict[str, EventTail], done: set[str], show: Callable[[str, Ev
                 done.add(name)
             elif isinstance(event, NodeStopped) and name not in done:
                 raise DemoError(f"{name} stopped after {event.steps} steps: {event.reason}")
-
-
-def _fail_late(waiting: set[str]) -> None:
-    from swarm_cli.demo.processes import DemoError
-
-    raise DemoError(f"the demo did not finish in time; waiting for {', '.join(sorted(waiting))}")

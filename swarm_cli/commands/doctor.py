@@ -111,9 +111,8 @@ def check_versions() -> Finding:
     found = [f"Python {sys.version.split()[0]}"]
     old: list[str] = []
     for package, floor in FLOORS.items():
-        try:
-            version = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
+        version = _version(package)
+        if not version:
             return Finding(
                 "versions", False, f"{package} is not installed", "pip install 'murmuration[node]'"
             )

@@ -16,6 +16,7 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     SpinnerColumn,
     TaskID,
     TextColumn,
@@ -93,13 +94,7 @@ def _get(what: str, home: Path, *, name: str | None = None, deadline_s: float = 
     from node.models import get_model
     from node.state.paths import Home
 
-    with Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        TimeElapsedColumn(),
-        console=err,
-        disable=not err.is_terminal,
-    ) as bar:
+    with _progress(SpinnerColumn(), TextColumn("{task.description}")) as bar:
         task = bar.add_task("", total=None)
 
         def notice(text: str) -> None:
@@ -130,7 +125,7 @@ def make_tiny_command(
     if name not in [*known, "all"]:
         raise ConfigError(f"unknown tiny policy {name!r}; choose one of {', '.join(known)}, all")
     for policy in known if name == "all" else [name]:
-        with _progress() as bar:
+        with _progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()) as bar:
             task = bar.add_task(policy, total=None)
             show = functools.partial(_show, bar, task, policy)
             report = make_tiny(policy, folder, seed, show)
@@ -148,13 +143,6 @@ def _show(bar: Progress, task: TaskID, policy: str, stage: str, done: int, total
     bar.update(task, description=f"{policy}: {stage}", completed=done, total=total)
 
 
-def _progress() -> Progress:
+def _progress(*columns: ProgressColumn) -> Progress:
     """A bar on stderr; silent where stderr is not a terminal."""
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=err,
-        disable=not err.is_terminal,
-    )
+    return Progress(*columns, TimeElapsedColumn(), console=err, disable=not err.is_terminal)

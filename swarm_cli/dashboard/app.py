@@ -20,7 +20,7 @@ from textual.widgets import ContentSwitcher, Footer
 from swarm_cli.dashboard.feed import Feed, SocketFeed
 from swarm_cli.dashboard.text import ACCENT, BAD, GOOD, INFO, WARN
 from swarm_cli.dashboard.view import NodeView
-from swarm_cli.dashboard.widgets.dialogs import HelpSheet, IdentitySheet
+from swarm_cli.dashboard.widgets.dialogs import help_sheet, identity_sheet
 from swarm_cli.dashboard.widgets.header import NodeHeader
 from swarm_cli.dashboard.widgets.overview import OverviewPane
 from swarm_cli.dashboard.widgets.peers import PeersPane
@@ -110,7 +110,7 @@ class MonitorApp(App[Outcome]):
             self.failure = error
             over = True
         if over:
-            self.finish()
+            self.exit("finished")
             return
         switcher = self.query_one(ContentSwitcher)
         names = tuple(feed.view.name for feed in self._feeds)
@@ -122,10 +122,6 @@ class MonitorApp(App[Outcome]):
         match switcher.visible_content:
             case OverviewPane() | PeersPane() | RolloutsPane() as pane:
                 pane.show(self.view)
-
-    def finish(self) -> None:
-        """Close because what is shown came to its end. For callers on this app's event loop."""
-        self.exit("finished")
 
     def action_leave(self) -> None:
         """Close because the person asked; nodes are not told."""
@@ -151,11 +147,11 @@ class MonitorApp(App[Outcome]):
 
     def action_help(self) -> None:
         """Show the keys."""
-        self.push_screen(HelpSheet())
+        self.push_screen(help_sheet())
 
     def action_identity(self) -> None:
         """Show what the node said about itself."""
-        self.push_screen(IdentitySheet(self.view))
+        self.push_screen(identity_sheet(self.view))
 
 
 def run_dashboard(sockets: Sequence[Path], *, until: Callable[[], bool] | None = None) -> Outcome:

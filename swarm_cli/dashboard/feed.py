@@ -8,6 +8,7 @@ it wants to draw. A socket that closes shows `gone` and is tried again every RET
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
@@ -37,8 +38,7 @@ MAX_PAUSE_S = 5.0
 class LineSplitter:
     """Cuts chunks of bytes into lines, holding at most MAX_LINE_BYTES of an unfinished one."""
 
-    def __init__(self, max_line_bytes: int = MAX_LINE_BYTES) -> None:
-        self._max_line_bytes = max_line_bytes
+    def __init__(self) -> None:
         self._rest = b""
         self._skipping = False
 
@@ -51,7 +51,7 @@ class LineSplitter:
             self._skipping = False
         if self._skipping:
             self._rest = b""
-        elif len(self._rest) > self._max_line_bytes:
+        elif len(self._rest) > MAX_LINE_BYTES:
             self._rest = b""
             self._skipping = True
         return [line for line in lines if line]
@@ -122,18 +122,12 @@ class SocketFeed(Feed):
         the first bytes, and what was on the screen stays until then."""
         splitter = LineSplitter()
         fresh = True
-        while chunk := await _read_chunk(reader):
-            if fresh:
-                self._view = NodeView(label=self._label, link=Link.LIVE)
-                fresh = False
-            self._take(splitter.split(chunk))
-
-
-async def _read_chunk(reader: asyncio.StreamReader) -> bytes:
-    try:
-        return await reader.read(READ_BYTES)
-    except OSError:
-        return b""
+        with contextlib.suppress(OSError):
+            while chunk := await reader.read(READ_BYTES):
+                if fresh:
+                    self._view = NodeView(label=self._label, link=Link.LIVE)
+                    fresh = False
+                self._take(splitter.split(chunk))
 
 
 class FileFeed(Feed):

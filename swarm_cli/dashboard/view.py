@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from node.events import (
     MAX_SHOWN_CHARS,
@@ -128,45 +129,45 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
 
 def fold(view: NodeView, event: Event) -> NodeView:
     """The view after `event`, whose text is taken to be inert already (`inert_event`)."""
-    view = _replace(view, at=max(view.at, event.at))
+    view = replace(view, at=max(view.at, event.at))
     match event:
         case NodeStarted():
             return _start(view, event)
         case StagesSeen(stages=stages):
-            return _replace(view, stages=stages)
+            return replace(view, stages=stages)
         case PeersSeen(peers=peers):
             once = {peer.peer_id: peer for peer in peers}.values()
             ordered = sorted(once, key=lambda peer: (not peer.connected, peer.name, peer.peer_id))
-            return _replace(view, peers=tuple(ordered))
+            return replace(view, peers=tuple(ordered))
         case StepDone():
-            return _replace(view, steps=(*_before_version(view.steps, event), event)[-MAX_STEPS:])
+            return replace(view, steps=(*_before_version(view.steps, event), event)[-MAX_STEPS:])
         case Evaluated():
             return _evaluate(view, event)
         case GroupJudged():
             number = view.groups_judged + 1
             groups = (*view.groups, NumberedGroup(number, event))[-MAX_GROUPS:]
-            return _replace(view, groups=groups, groups_judged=number)
+            return replace(view, groups=groups, groups_judged=number)
         case Notice():
-            return _replace(view, notices=(*view.notices, event)[-MAX_NOTICES:])
+            return replace(view, notices=(*view.notices, event)[-MAX_NOTICES:])
         case WeightsSeen():
-            return _replace(view, weights=event)
+            return replace(view, weights=event)
         case Health():
-            return _replace(view, health=event)
+            return replace(view, health=event)
         case NodeStopped():
             link = Link.STOPPED if view.link is Link.LIVE else view.link
-            return _replace(view, stopped=event, link=link)
+            return replace(view, stopped=event, link=link)
         case _:
             return view
 
 
-def lose_line(view: NodeView, lines: int = 1) -> NodeView:
-    """The view after `lines` lines that could not be read."""
-    return _replace(view, malformed=view.malformed + lines)
+def lose_line(view: NodeView) -> NodeView:
+    """The view after a line that could not be read."""
+    return replace(view, malformed=view.malformed + 1)
 
 
 def set_link(view: NodeView, link: Link) -> NodeView:
     """The view with another state of its feed."""
-    return view if view.link is link else _replace(view, link=link)
+    return view if view.link is link else replace(view, link=link)
 
 
 def inert_event(event: E) -> E:
@@ -201,7 +202,7 @@ def _start(view: NodeView, event: NodeStarted) -> NodeView:
     known = view.started or event
     if (known.peer_id, known.swarm_id, known.model) != (event.peer_id, event.swarm_id, event.model):
         return fresh
-    return _replace(
+    return replace(
         fresh,
         steps=view.steps,
         before=view.before,
@@ -222,8 +223,4 @@ def _evaluate(view: NodeView, event: Evaluated) -> NodeView:
     before = view.before
     if event.moment == "before" and (before is None or event.policy_version <= before.policy_version):
         before = event
-    return _replace(view, before=before, evaluations=(*view.evaluations, event)[-MAX_EVALUATIONS:])
-
-
-def _replace(view: NodeView, **changes: Any) -> NodeView:
-    return msgspec.structs.replace(view, **changes)
+    return replace(view, before=before, evaluations=(*view.evaluations, event)[-MAX_EVALUATIONS:])

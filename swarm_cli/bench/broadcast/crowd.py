@@ -60,8 +60,8 @@ class Sample:
 class Cpu:
     """Processor seconds of one node: of its own process, and of its network daemon."""
 
-    node_s: float = 0.0
-    daemon_s: float = 0.0
+    node_s: float
+    daemon_s: float
 
 
 @dataclass
@@ -237,16 +237,10 @@ def _cpu(processes: dict[int, int]) -> dict[int, Cpu]:
     """What each node has used so far. `processes`: the id of each node's own process, which leads a group of
     all that it started."""
     numbers = {process_id: number for number, process_id in processes.items()}
-    found = dict.fromkeys(processes, Cpu())
+    used_s = {number: [0.0, 0.0] for number in processes}
     for process in psutil.process_iter(["cpu_times"]):
         with contextlib.suppress(OSError):
             times, leader = process.info["cpu_times"], os.getpgid(process.pid)
-            if times is None or leader not in numbers:
-                continue
-            cpu, used_s = found[numbers[leader]], times.user + times.system
-            found[numbers[leader]] = (
-                Cpu(cpu.node_s + used_s, cpu.daemon_s)
-                if process.pid == leader
-                else Cpu(cpu.node_s, cpu.daemon_s + used_s)
-            )
-    return found
+            if times is not None and leader in numbers:
+                used_s[numbers[leader]][process.pid != leader] += times.user + times.system
+    return {number: Cpu(node_s, daemon_s) for number, (node_s, daemon_s) in used_s.items()}

@@ -31,7 +31,6 @@ __all__ = [
     "Site",
     "call",
     "enter",
-    "loopback",
     "open_network",
     "remove_leftovers",
     "sent_bytes",
@@ -88,15 +87,11 @@ def open_network(nodes: int, mbit: float) -> Iterator[Network]:
             remove_leftovers()
             network = _make(prefix, nodes, mbit)
         except NoNamespacesError as error:
-            network = loopback(nodes, mbit, str(error))
+            # All on the loopback device, which has no limits.
+            network = Network("user-space limits", (Site("127.0.0.1"),) * nodes, mbit, str(error))
         yield network
     finally:
         _remove(lambda name: name.startswith(f"{prefix}-"))
-
-
-def loopback(nodes: int, mbit: float, reason: str) -> Network:
-    """All nodes on the loopback device, which has no limits."""
-    return Network("user-space limits", (Site("127.0.0.1"),) * nodes, mbit, reason)
 
 
 def remove_leftovers() -> None:

@@ -23,7 +23,7 @@ from node.rollout.tiny import MAX_NEW_TOKENS
 from node.weight.groups import TrainingRollout
 from swarm_cli.bench.staleness.buffer import Place
 from swarm_cli.bench.staleness.mismatch import Mismatch, engine_weights, reported
-from swarm_cli.bench.staleness.plain import Drawn, Plain, Scored
+from swarm_cli.bench.staleness.plain import Drawn, Plain
 from swarm_cli.bench.staleness.tasks import Question, Tasks
 
 __all__ = ["Answered", "Answers"]
@@ -70,7 +70,7 @@ class Answers:
         """`salt` gives another policy other draws on the same questions."""
         self.policy = policy
         self._tasks = tasks
-        self._plain = Plain(policy)
+        self.plain = Plain(policy)
         self._seed = seed
         self._salt = salt
         self._group_size = group_size
@@ -114,20 +114,16 @@ class Answers:
             some = places[first : first + chunk]
             questions = [self.question(place) for place in some]
             uniforms = np.stack([self._uniforms(place) for place in some])
-            groups = self._plain.draw(engine, [self.prompt(question) for question in questions], uniforms)
+            groups = self.plain.draw(engine, [self.prompt(question) for question in questions], uniforms)
             answered.extend(
                 self._answered(weights, place, question, drawn, version, mismatch, old)
                 for place, question, drawn in zip(some, questions, groups, strict=True)
             )
         return answered
 
-    def logprobs(self, weights: Weights, sequences: Sequence[Scored]) -> list[NDArray[np.float32]]:
-        """log pi of each completion token."""
-        return self._plain.logprobs(weights, sequences)
-
     def held_out(self, weights: Weights) -> float:
         """Held-out reward of these weights."""
-        groups = self._plain.draw(weights, self._held_out_prompts, self._held_out_uniforms)
+        groups = self.plain.draw(weights, self._held_out_prompts, self._held_out_uniforms)
         rewards = [
             self._reward(question, drawn) for question, (drawn,) in zip(self._held_out, groups, strict=True)
         ]
@@ -146,7 +142,7 @@ class Answers:
         prompt = self.prompt(question)
         exact: Sequence[NDArray[np.float32]] = [each.logprobs for each in drawn]
         if old and mismatch in (Mismatch.BF16, Mismatch.INT8):
-            exact = self.logprobs(weights, [(prompt, each.tokens.tolist()) for each in drawn])
+            exact = self.plain.logprobs(weights, [(prompt, each.tokens.tolist()) for each in drawn])
         seed = (self._seed, place.step, place.number, 2, self._salt)
         told = tuple(
             replace(each, logprobs=reported(each.logprobs, mismatch, (*seed, number)))

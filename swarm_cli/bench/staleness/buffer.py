@@ -36,10 +36,6 @@ class Schedule:
         chosen = np.random.default_rng((seed, len(lags))).choice(np.asarray(lags), (steps, groups))
         self._born = np.maximum(np.arange(steps)[:, None] - chosen, 0)
 
-    def born(self, place: Place) -> int:
-        """The version that generates this group."""
-        return int(self._born[place.step, place.number])
-
     def due(self, version: int) -> list[Place]:
         """What this version generates, in the order of use."""
         return [Place(int(step), int(number)) for step, number in np.argwhere(self._born == version)]

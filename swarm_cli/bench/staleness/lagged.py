@@ -162,7 +162,7 @@ class _Learner:
 
     def _average(self, ewma: Ewma, answered: Sequence[Answered]) -> list[NDArray[np.float32]]:
         def compute(_: Sequence[TokenSequence]) -> list[NDArray[np.float32]]:
-            return self.answers.logprobs(self.weights(), _sequences(answered))
+            return self.answers.plain.logprobs(self.weights(), _sequences(answered))
 
         return ewma.logprobs([], self.weights, compute)
 

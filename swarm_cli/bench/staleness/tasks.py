@@ -26,6 +26,8 @@ __all__ = ["Question", "Tasks", "open_tasks"]
 
 SEED = 5
 """Of the questions: the same ones for all runs."""
+TRAIN, HELD_OUT = 512, 64
+"""Questions of each task; held-out ones up to what the task has."""
 _TRIES = 6_000
 """Draws after which a task has given all the held-out questions that it has: sums have 26."""
 
@@ -60,30 +62,27 @@ class Tasks:
 
 
 @functools.cache
-def open_tasks(train: int = 512, held_out: int = 64) -> Tasks:
-    """So many questions of each task, held-out ones up to what the task has. Seconds, once a process. Raises
-    OurFault when an environment may run answers."""
+def open_tasks() -> Tasks:
+    """All questions. Seconds, once a process. Raises OurFault when an environment may run answers."""
     environments = tuple(open_environment(each.name, json.loads(each.config)) for each in DEMO_ENVIRONMENTS)
     unsafe = [each.name for each in environments if each.evaluates_answers]
     if unsafe:
         raise OurFault(f"{unsafe[0]} may run answers as code; the lab scores in its own process")
-    drawn = [_draw(place, environment, train, held_out) for place, environment in enumerate(environments)]
+    drawn = [_draw(place, environment) for place, environment in enumerate(environments)]
     return Tasks(environments, tuple(each[0] for each in drawn), tuple(each[1] for each in drawn))
 
 
-def _draw(
-    task: int, environment: Environment, train: int, held_out: int
-) -> tuple[tuple[Question, ...], tuple[Question, ...]]:
+def _draw(task: int, environment: Environment) -> tuple[tuple[Question, ...], tuple[Question, ...]]:
     training: list[Question] = []
     testing: dict[str, Question] = {}
     for index in range(_TRIES):
-        if len(training) == train and len(testing) == held_out:
+        if len(training) == TRAIN and len(testing) == HELD_OUT:
             break
         prompt = environment.prompt(SEED, index)
         question = Question(task, prompt)
         if is_held_out(prompt.text):
-            if len(testing) < held_out:
+            if len(testing) < HELD_OUT:
                 testing.setdefault(prompt.text, question)
-        elif len(training) < train:
+        elif len(training) < TRAIN:
             training.append(question)
     return tuple(training), tuple(testing.values())

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from statistics import fmean
 
 from rich.text import Text
 from textual.app import ComposeResult
@@ -18,10 +19,6 @@ from swarm_cli.dashboard.view import NodeView
 __all__ = ["Curve", "Curves"]
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
 class Curve(Horizontal):
     """One named series: its name and newest value, the sparkline, and its range."""
 
@@ -33,7 +30,7 @@ class Curve(Horizontal):
 
     def compose(self) -> ComposeResult:
         yield Static(classes="curve-name")
-        yield Sparkline([], summary_function=_mean)
+        yield Sparkline([], summary_function=fmean)
         yield Static(classes="curve-range")
 
     def show(self, steps: tuple[StepDone, ...]) -> None:

@@ -130,7 +130,7 @@ def test_only_leftovers_of_dead_runs_are_removed(kernel: Kernel) -> None:
 
 def test_loopback_cannot_be_cut() -> None:
     with pytest.raises(OurFault, match="loopback"):
-        networks.set_link(networks.loopback(1, 1.0, "").sites[0], up=False)
+        networks.set_link(Site("127.0.0.1"), up=False)
 
 
 # --- nodes that find each other ---

@@ -146,7 +146,7 @@ def test_a_mismatched_engine_and_the_exact_old_log_probabilities(
     ):
         sequences = [(answered.prompt, drawn.tokens.tolist()) for drawn in answered.drawn]
         for drawn, old, exact in zip(
-            answered.drawn, answered.old, answers.logprobs(weights, sequences), strict=True
+            answered.drawn, answered.old, answers.plain.logprobs(weights, sequences), strict=True
         ):
             np.testing.assert_allclose(old, exact, atol=2e-5)
             gaps.extend(np.abs(drawn.logprobs - exact).tolist())

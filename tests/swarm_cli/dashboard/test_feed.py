@@ -48,8 +48,9 @@ def test_lines_come_out_whole_however_they_are_cut() -> None:
         assert splitter.split(b"\n") == [b"rest"]
 
 
-def test_a_line_that_is_too_long_is_thrown_away_and_marked() -> None:
-    splitter = LineSplitter(max_line_bytes=10)
+def test_a_line_that_is_too_long_is_thrown_away_and_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm_cli.dashboard.feed.MAX_LINE_BYTES", 10)
+    splitter = LineSplitter()
     assert splitter.split(b"ok\n" + b"x" * 11) == [b"ok"]
     assert splitter.split(b"y" * 50) == []
     assert splitter.split(b"end of it\nnext\n") == [OVERLONG, b"next"]

@@ -148,7 +148,7 @@ def test_time_never_runs_backwards() -> None:
 
 
 def test_lost_lines_are_counted() -> None:
-    assert lose_line(lose_line(NodeView(label="x")), 2).malformed == 3
+    assert lose_line(lose_line(NodeView(label="x"))).malformed == 2
 
 
 def test_names_of_peers_fall_back_to_the_tail_of_the_id() -> None:
