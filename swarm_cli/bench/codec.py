@@ -1,18 +1,15 @@
 """`swarm bench codec`: how small a real policy update becomes, and how fast.
 
-The update is one AdamW step of the policy (`_codec_updates`), made once and kept under the home: `fresh`, the
-twelfth step after loading, when FP32 masters still sit near the middle of their bf16 cells, and `late`, the
-twelfth with masters anywhere in their cells, as deep in a run. Both at the learning rate 1e-6; larger ones
-are reported under `learning_rates`, in the late state, for the density grows with them.
+The update is one AdamW step of the policy (`_codec_updates`): `fresh`, the twelfth step after loading, when
+FP32 masters still sit near the middle of their bf16 cells, and `late`, with masters anywhere in their cells,
+as deep in a run. Both at the learning rate 1e-6; larger ones, under `learning_rates`, change more weights.
 
-For each: `bytes` of the delta against a full bf16 copy (tied tensors once), against the entropy it
-conditions on and against a PULSE-like layout (`_codec_yardsticks`). `encode_gb_s` and `decode_gb_s` are GB
-(1e9 bytes) of full weights in one second of one core, the best of some rounds by the thread's own clock,
-which on an idle machine is the wall's. The base's hash is known, as from a chain; hashing the result is part
-of both, copying the base is part of decoding. `parallel` has the gain in wall time from all cores. `apply_s`
-changes a copy in place with all cores, all hashing included; `engine_s` then gives it to a transformers
-engine in this process, all of it, and waits. `extra_bytes` is the most memory beyond the two weight sets that
-numpy takes while encoding and applying on one thread. Not measured: the network (`swarm bench broadcast`).
+`bytes` of the delta are held against a full bf16 copy (tied tensors once), the entropy it conditions on and a
+PULSE-like layout (`_codec_yardsticks`). `encode_gb_s` and `decode_gb_s`: GB (1e9 bytes) of full weights in
+one second of one core by the thread's own clock, best of some rounds, hashing the result and copying the base
+included. `parallel`: gain in wall time from all cores. `apply_s`: a copy in place, all cores, all hashing;
+`engine_s`: all of it into a transformers engine of this process. `extra_bytes`: the most memory beyond the
+two weight sets that numpy takes on one thread. Not measured: the network (`swarm bench broadcast`).
 """
 
 from __future__ import annotations

@@ -2,13 +2,11 @@
 
 Each preset computes its losses and their gradient with respect to log-probabilities of B rollouts of T
 tokens, float32, random and far enough apart that clips, masks and statistics have work; and so does the plain
-policy gradient with the mean over tokens. They run by turns, and the overhead is the median difference. It is
-held against a training step of a real policy: the trainer's own step on fewer tokens, scaled by their number,
-which counts attention for less than it would be and the overhead for more.
+policy gradient with the mean over tokens. They run by turns, and the overhead is the median difference, held
+against the trainer's own step on fewer tokens, scaled by their number.
 
 Objectives with statistics over the batch make a second pass of the model, without gradient, when a batch does
-not fit into one micro-batch; that pass is no work of the objective, and is reported by itself
-(`second_pass_share`). Not measured: what the objective teaches.
+not fit into one micro-batch; it is reported by itself (`second_pass_share`).
 """
 
 from __future__ import annotations

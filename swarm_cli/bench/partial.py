@@ -1,13 +1,11 @@
 """Partial rollouts against synchronous ones, on any engine: who finishes more tokens in the same time?
 
-For: the two loops that are compared, at the interface of `Generation`. Synchronous: a batch is generated to
-its end, then the weights are updated, then comes the next batch; towards its end few rollouts keep the engine
-busy. Partial: a constant number is in flight, each that ends makes room for the next one, and the weights are
-updated whenever a step's worth of groups is complete, over rollouts under way and, as in a node, beside the
-loop that refills them. Both update after the same number of groups and are given the same groups in the same
-order. Partial rollouts are measured in their steady state: the clock starts with the first update, when
-rollouts of every age are under way, and a synchronous run has no such beginning. Not for: real training,
-whose rewards and steps are left out.
+Synchronous: a batch is generated to its end, then the weights are updated, then comes the next batch; towards
+its end few rollouts keep the engine busy. Partial: a constant number is in flight, and the weights are
+updated whenever a step's worth of groups is complete, beside the loop that refills them. Both update after
+the same number of groups and get the same groups in the same order. The clock of partial rollouts starts with
+the first update, when rollouts of every age are under way. Not for: real training, whose rewards and steps
+are left out.
 """
 
 from __future__ import annotations

@@ -1,25 +1,19 @@
 """`swarm bench rollout`: how fast rollouts are made, and what it costs that weights change under them.
 
-Four measurements of one policy on this machine; where two things are compared they run by turns
-(`measure.in_turn`), and medians are reported.
+Four measurements of one policy on this machine; what is compared runs by turns, and medians are reported.
 
-1. Tokens a second (`tokens_per_s`) against bare `vllm.LLM.generate` (`baseline`): same prompts, lengths,
-   temperature, type, number of sequences and cache memory. Ours drives the engine through `Generation` with
-   all its bookkeeping (versions and log-probability of every token, decoding, groups), but not through the
-   worker, whose scoring runs in the sandbox beside generation and would measure the task's scorer, which bare
-   vLLM has no counterpart of. Bare vLLM computes no log-probabilities and runs with its own defaults, such as
-   one core left free for its scheduler. Prompts are new in every pair. With `--engine transformers` there is
-   no such yardstick, and its fields are null.
-2. Partial against synchronous rollouts on the same engine (`partial`): log-normal lengths, sigma 1, capped at
-   8 medians; updates of 0.5 % density; caches are kept. Partial rollouts are timed in their steady state.
-3. Updates of 0.5 % density while the constant number of rollouts is in flight, in the partial runs of 2: how
-   long generation stands still for one, and the share of the time. For each way to treat rollouts under way,
-   the seconds that a fixed workload loses to one update halfway: stall, and what is computed anew.
+1. Tokens a second against bare `vllm.LLM.generate` (`baseline`): the same work in another engine. Ours keeps
+   versions and log-probabilities of every token; scoring is left out, which bare vLLM has no counterpart of.
+   Bare vLLM has its own defaults and computes no log-probabilities. Null with `--engine transformers`.
+2. Partial against synchronous rollouts (`partial`): log-normal lengths, sigma 1, capped at 8 medians; updates
+   of 0.5 % density; caches are kept.
+3. How long such an update in the partial runs stops generation, and its share of the time; for each way to
+   treat rollouts under way, the seconds that a fixed workload loses to one update halfway.
 4. The largest difference in log-probability to a transformers model with the same patched weights
    (`updates`), and the difference that the patch itself makes.
 
-Not measured: training, rewards, the network. A busy machine lowers tokens a second and widens the spread of
-the pairs, which is reported; ratios of neighbours in time bear it better.
+Not measured: training, rewards, the network. A busy machine widens the spread of the pairs, which is
+reported.
 """
 
 from __future__ import annotations

@@ -1,18 +1,15 @@
 """The broadcast bench as a whole: what runs in which order, and the report.
 
-For each number of receivers: ours, then naive unicast and libtorrent on the same links, each with fresh nodes
-that are all connected before the clock starts. `last_s`: from the start to the last receiver that has and has
-verified all. `bound_s`: size / bandwidth, which nobody can beat, as every receiver must take each byte once.
-`source_copies`: what the source's link sent while that lasted, headers and acknowledgements included, in
-sizes of the blob; without namespaces, the bytes of chunks that it counted. `cpu_idle`: share of the
-processor's time that was left; near 0 the processor was measured and not the network, and `cpu_s`, what the
-nodes and their daemons took of it, tells whether it was their own doing. `cpu_ms_per_mb`: processor time of
-the receivers for each MB that they passed on (received, verified, stored and sent), of their own processes
-(`node`) and of their network daemons (`daemon`); null when nobody had anybody to pass anything on to.
-`uplinks` is the share of the receivers' upload capacity that was used. `churn`: one third of the receivers is
-lost when half of the bound has passed, once `killed`, as processes whose machines say so, and once `silent`,
-as whole machines that fall silent; `last_s` is that of the rest. `growth`: `last_s` at the most receivers
-over that at the fewest.
+For each number of receivers: ours, then naive unicast and libtorrent on the same links, each with fresh
+nodes. `last_s`: from the start to the last receiver that has and has verified all. `bound_s`: size /
+bandwidth, as every receiver must take each byte once. `source_copies`: what the source's link sent meanwhile,
+in sizes of the blob, headers included; without namespaces, the chunks that it counted. `cpu_idle`: share of
+the processor's time that was left; near 0 the processor was measured and not the network, and `cpu_s` tells
+what nodes and daemons took. `cpu_ms_per_mb`: processor time for each MB that receivers passed on, of their
+own processes (`node`) and their network daemons; null when nobody passed anything on. `uplinks`: share of the
+receivers' upload capacity that was used. `churn`: a third of the receivers is lost after half of the bound,
+once `killed`, as processes whose machines say so, and once `silent`, as whole machines; `last_s` is that of
+the rest. `growth`: `last_s` at the most receivers over that at the fewest.
 
 Files lie in memory where there is room: seventeen machines' disks would be one here.
 """

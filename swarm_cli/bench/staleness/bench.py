@@ -1,16 +1,13 @@
 """The staleness lab as a whole: its sizes and its report.
 
-`lags` (see `lags.py`), of each preset and lag: `area` under the held-out curve (the headline: final values
-hardly separate methods), `final`, `collapsed` (runs that ended below their start or below half of their
-best), `retained` (area over that at lag 0), `against_fresh` and `against_baseline` (paired differences from
-lag 0 and from the baseline at this lag), `kept`, `ess` and `gap` (means over steps). `verdict`: the product's
-default against an objective without any correction at the largest lag that has a bar. `swarm` (see
+`lags` (see `lags.py`), of each preset and lag: `area` under the held-out curve (the headline), `final`,
+`collapsed` (runs that ended below their start or below half of their best), `retained` (area over that at lag
+0), `against_fresh` and `against_baseline` (paired differences), `kept`, `ess` and `gap` (means over steps).
+`verdict`: the product's default against no correction at the largest lag that has a bar. `swarm` (see
 `mixtures.py`), of each variant: `area`, `final`, `foreign_groups` per step, and the paired differences from
-both baselines. Intervals are 95 % over seeds (`analysis.py`). `other_code`: runs of the ledger that other
-sources made.
+both baselines. Intervals are 95 % over seeds (`analysis.py`). `other_code`: runs that other sources made.
 
-Finished runs are kept (`ledger.py`), so a second start does what is missing, and another cut of presets, lags
-or seeds makes only the runs that no former cut has made.
+Finished runs are kept (`ledger.py`); another cut of presets, lags or seeds makes only what is missing.
 """
 
 from __future__ import annotations
