@@ -1,18 +1,12 @@
 """The engine is kept at the trainer's weights: new ones go in, a probe proves that it computes with them
 (D7), and one of the two has the device.
 
-`update` is the last part of a step. It copies the trainer's weights into the running engine and probes it:
-log-probabilities of fixed tokens, the engine's against the trainer's. vLLM, which patches packed weights in
-another process, is probed at every version; the embedded engine, which copies tensors, as often as there are
-checkpoints (the probe takes 7 ms, a step of the demo 90). A failed probe loads everything anew and is told.
-When that does not help, the engine computes with weights that nobody meant, and `not_sharing` says so: the
-node shares nothing in either direction any more, and trains on alone, because its rollouts carry the
-log-probabilities of what really sampled them, which is what importance weights need. An engine whose numbers
-are not finite is of no use, and ends the node.
-
-`alone` gives a step the device: the engine sleeps meanwhile where both do not fit. `replace` gives the engine
-what the trainer got in another way than by a step, and always probes it. Not for deltas to peers: what the
-engine computes with is offered to `publish.py`.
+The probe compares log-probabilities of fixed tokens, the engine's against the trainer's. vLLM, which patches
+packed weights in another process, is probed at every version; the embedded engine, which copies tensors, as
+often as there are checkpoints (the probe takes 7 ms, a step of the demo 90). A failed probe loads everything
+anew. When that does not help, `not_sharing` says so: the node shares nothing any more, and trains on alone,
+because its rollouts carry the log-probabilities of what really sampled them, which is what importance weights
+need. An engine whose numbers are not finite ends the node. Not for deltas to peers (`publish.py`).
 """
 
 from __future__ import annotations
@@ -40,7 +34,6 @@ from node.weights.publish import Publisher
 
 __all__ = ["EngineSync", "SyncSettings"]
 
-IDLE = "a new version"
 _Taken = tuple[dict[str, Tensor], list[NDArray[np.float32]] | None]
 """Weights, and the trainer's log-probabilities on the probe where the engine is to be probed."""
 
@@ -72,7 +65,9 @@ class EngineSync:
     ) -> None:
         self.engine = engine
         self.gauge = (
-            publisher.gauge if publisher is not None else StageGauge("broadcast", runtime.clock, IDLE)
+            publisher.gauge
+            if publisher is not None
+            else StageGauge("broadcast", runtime.clock, "a new version")
         )
         self.awake = asyncio.Event()
         """Set while the engine may generate."""
@@ -90,8 +85,8 @@ class EngineSync:
         """What the next update sends, where it had to be taken beforehand."""
 
     async def update(self, policy_version: int, *, anchor: bool = False) -> None:
-        """Give the engine the trainer's weights, as this version, and offer them to be published, as an
-        `anchor` only or as usual. Raises EngineError when the engine cannot go on."""
+        """Give the engine the trainer's weights, as this version, and offer them to be published. Raises
+        EngineError when the engine cannot go on."""
         with self.gauge.working():
             try:
                 reloaded, state = await self._runtime.run(Lane.TRAIN, self._update, policy_version)

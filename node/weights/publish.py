@@ -5,16 +5,11 @@
                  every `broadcast.anchor_every` versions also a delta from the base model (anchor)
     Merger --contribute()--> anchor of the newest version
 
-Nothing is loaded, kept or coded for followers that do not exist: only while somebody asks for this chain, and
-for a merge, is the newest version published. Whoever comes later starts from the newest version anyway.
-Coding may take longer than a step: then the versions in between are left out. The trainer never waits. A
-version that cannot be published (a full disk) is told, and the next one is tried.
-
-The order is what makes a kill harmless: the blob is on the disk, then its link, then it is announced. So a
-version that anybody heard of can be fetched after a restart, and is the one that the chain goes on from. No
-version is ever signed twice. A version that has little in common with the one before, as after a merge, is an
-anchor only: a delta would be as large. Not for the local engine (`engine_sync.py`), nor for how blobs travel
-(`exchange/`).
+Nothing is loaded, kept or coded for followers that do not exist. Coding may take longer than a step: then the
+versions in between are left out, and the trainer never waits. The order is what makes a kill harmless: the
+blob is on the disk, then its link, then it is announced. So a version that anybody heard of can be fetched
+after a restart, and the chain goes on from it. No version is ever signed twice. Not for the local engine
+(`engine_sync.py`), nor for how blobs travel (`exchange/`).
 """
 
 from __future__ import annotations
@@ -297,7 +292,9 @@ class Publisher:
                 try:
                     await self._add_anchor(link, bits)
                 except (OSError, OurFault) as error:
-                    self._next_try = policy_version + max(1, self._anchor_every // _ANCHOR_TRIES)
+                    self._next_try = policy_version + max(
+                        1, self.sharing.settings.anchor_every // _ANCHOR_TRIES
+                    )
                     text = f"no anchor of version {policy_version} was made: {error}"
                     self._runtime.notice(NoticeLevel.WARNING, text)
             self._keep(chain)
@@ -380,10 +377,6 @@ class Publisher:
             raise LocalProtocolError(f"this node's own chain does not take its link: {error}") from error
         self._bits = bits
 
-    @property
-    def _anchor_every(self) -> int:
-        return self.sharing.settings.anchor_every
-
     def _anchor_due(self, policy_version: int) -> bool:
         anchor, store = self._chain().anchor, self.sharing.store
         if policy_version < self._next_try or anchor is None:
@@ -391,7 +384,7 @@ class Publisher:
         stored = store.get(anchor.blob.root)
         if stored is None or not stored.complete:
             return True
-        late = policy_version - anchor.policy_version >= self._anchor_every
+        late = policy_version - anchor.policy_version >= self.sharing.settings.anchor_every
         large = max(anchor.blob.size, store.max_bytes // 4)
         return late or self._chain().bytes_after_anchor > large
 
@@ -407,6 +400,5 @@ class Publisher:
 
 
 def _anchor_coded(policy_version: int, bits: Mapping[str, U16], result: Digest, base: Base) -> _Coded:
-    """A version from the base. Blocking."""
     data = encode(base.bits, bits, base_digest=base.digest, new_digest=result, threads=THREADS)
     return _Coded(LinkKind.ANCHOR, policy_version, policy_version, base.digest, result, data)

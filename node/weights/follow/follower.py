@@ -9,9 +9,8 @@
     rollouts of this node, for that lineage <------- ENGINE  takes the version, is probed
 
 An owner that contradicts itself, or signs a version that is not what its link says, goes into quarantine and
-is left. Losing the network is never fatal; an engine that fails ends the node, and one that computes with
-other weights than those tracked makes it share nothing any more (`not_sharing`). Not for generating (whoever
-is given as `rollouts`), nor for getting one version (`tracker.py`).
+is left. Losing the network is never fatal. Not for generating (`rollouts.py`), nor for getting one version
+(`tracker.py`).
 """
 
 from __future__ import annotations

@@ -2,11 +2,9 @@
 
 A follower has no trainer to compare with. Its reference is a second engine: the embedded one, which copies
 tensors by name, on the CPU in float32, with the weights that were verified against their owner's hash. Only
-an engine that asks for it is probed (`Engine.probe_each`: packed weights in another process), at the first
-version and at every PROBE_EVERY-th after it: the reference takes 4 bytes a parameter from then on, and a pass
-on the CPU takes seconds for a large policy. A probe that failed loads everything anew; when that does not
-help, the engine computes with weights that nobody meant, and `not_sharing` says so: what it generates must
-not be shared. Not for a node that trains (`engine_sync.py`).
+an engine that asks for it is probed (`Engine.probe_each`), at the first version and at every PROBE_EVERY-th
+after it: the reference takes 4 bytes a parameter, and a pass on the CPU takes seconds for a large policy. Not
+for a node that trains (`engine_sync.py`).
 """
 
 from __future__ import annotations

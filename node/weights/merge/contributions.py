@@ -11,9 +11,7 @@ was observed and no later addition: add wins. Of each author the newest addition
 the newest removal; both are maxima, so neither order nor repetition matters, and an author takes constant
 room. A generic set after Shapiro et al., "A comprehensive study of convergent and commutative
 replicated data types" (2011).
-
-Pure: no clock, no network, no weights. Whose contributions are let in (members, trust, a link from the
-future) is decided before `add`; in an open swarm keys cost nothing: `max_authors` bounds room, not influence.
+Pure. Whose contributions are let in is decided before `add`: `max_authors` bounds room, not influence.
 """
 
 from __future__ import annotations

@@ -5,13 +5,10 @@
         <-------------- MergeReply, SignedLinks, SignedRemovals, none when it holds nothing new
         each checked --> MergeSet
 
-Both ends ask, nobody pushes; what is taken from one is answered to the next, so partners need not all be
-connected. Authors sign what they contribute, so it does not matter from whom it comes: a partner is blamed
-for what it should not have passed on, an author for what it signed. Only authors that this node admits get
-into its set, else invented keys would push honest ones out; sets of nodes that admit others stay different,
-and the digest of what was taken from a partner saves asking for it again. An author that changes what it
-contributes again and again in one round is not waited for and left out of it. Not for what the contributions
-hold, nor for when rounds are: `merger.py`.
+Both ends ask, nobody pushes; what is taken from one is answered to the next. A partner is blamed for what it
+should not have passed on, an author for what it signed. Only authors that this node admits get into its set,
+else invented keys would push honest ones out; sets of nodes that admit others stay different, and the digest
+of what was taken from a partner saves asking for it again. Not for when rounds are: `merger.py`.
 """
 
 from __future__ import annotations

@@ -9,13 +9,9 @@ fetched, and all who heard the same make the same weights of it (D9).
                                  |
                               resolve --> Merge, for the training loop to take, judge and adopt or not
 
-A round is `every_windows` windows of the swarm's time, so it begins everywhere at once; who starts in the
-middle of one waits for the next. What all contributions start from is the base model, which everybody has,
-also who missed a merge, refused one or joined later: nothing is rebased on a merge.
-
-A merge that was made waits for `take`, the newest one only. A node whose engine has failed for good takes its
-contribution back and makes no other. Not for judging a merge (`node/train/gate.py`) nor for the rule by which
-contributions become weights (`resolve.py`).
+A round is `every_windows` windows of the swarm's time, so it begins everywhere at once. All contributions
+start from the base model, which everybody has: nothing is rebased on a merge. Not for judging a merge
+(`node/train/gate.py`) nor for the rule by which contributions become weights (`resolve.py`).
 """
 
 from __future__ import annotations

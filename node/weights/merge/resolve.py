@@ -6,10 +6,8 @@ the same bytes on every node that has the same set.
 A task vector is a contribution minus the common base, in double precision. Order of arrival does not matter:
 contributions are taken in the order of their tags. Memory: pieces of `PIECE` values, beside the weight sets.
 
-Guards, in this order. What has other names or shapes, infinities or NaN, or tied weights that differ is
-dropped, with its author and a reason; so is what is too old. Longer task vectors than `norm_limit` times the
-median length are shortened to that, not dropped: who trained longer than most has gone further honestly, and
-shortened it has the influence of its direction only.
+Guards: what does not fit the base or is too old is dropped. Longer task vectors than `norm_limit` times the
+median length are shortened to that: who trained longer than most has gone further honestly.
 
 Strategies. `mean`: FedBuff's weight (1 + tau)^-1/2 (arXiv 2106.06639; UNVERIFIED against its code), tau
 counted in windows between a contribution's date and the newest one's; versions of unequal machines cannot be
@@ -17,9 +15,7 @@ compared, time can. `trimmed`: per weight, without the least and the greatest va
 1803.01498; CORE). `clipping`: v <- v + mean_i (x_i - v) min(1, r/||x_i - v||) (Karimireddy et al., arXiv
 2012.10333; CORE, radius and number of rounds are ours), from v = 0, the common base. The latter two weigh all
 alike: an author can lie about its date, and they are for swarms where authors lie.
-
-Not here: who may contribute (`exchange.py`), whether the result is any good (`node/train/gate.py`), whether
-bits are what a link promises (`protocol.delta.decode` has checked that), and trust: each node has its own.
+Not for who may contribute (`exchange.py`), nor for whether the result is any good (`node/train/gate.py`).
 """
 
 from __future__ import annotations
