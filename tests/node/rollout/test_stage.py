@@ -367,7 +367,9 @@ def test_the_room_is_kept_full_while_admission_allows(bench: Callable[..., None]
         assert {rollouts for rollouts, _ in seen} <= set(range(12, 16))
         assert {tokens for _, tokens in seen} == {None}
 
-    bench(test, engine=Watched(policy), max_in_flight=12, groups=8, window_ms=600_000, **LONG)
+    # more slots than are used: the last groups of a window run alone
+    slots = {"universe_size": 128, "pool_size": 128, "slots_per_window": 128, "window_ms": 600_000}
+    bench(test, engine=Watched(policy), max_in_flight=12, groups=8, **LONG | slots)
 
 
 @pytest.mark.slow
