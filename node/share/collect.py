@@ -116,7 +116,6 @@ class Collector:
         self._offers: FIFOCache[PeerId, deque[Heard]] = FIFOCache(AUTHORS)
         """In order of arrival."""
         self._changed = asyncio.Event()
-        self._fetching: Counter[PeerId] = Counter()
         self._under_way: list[Heard] = []
         """What is being fetched, until verification has it."""
         self._rests = Backoff[PeerId](REST_S, MAX_REST_S, max_keys=AUTHORS)
@@ -127,7 +126,7 @@ class Collector:
         """Bodies to fetch now: what the pool lacks for the next steps and is not on its way."""
         if self._sharing.not_sharing:
             return 0
-        return self._stock - self._pool.unused() - self._fetching.total() - self.fetched.qsize()
+        return self._stock - self._pool.unused() - len(self._under_way) - self.fetched.qsize()
 
     async def run(self) -> None:
         """Listen and fetch until cancelled."""
@@ -165,7 +164,6 @@ class Collector:
                 self._changed.clear()
                 continue
             author = heard.sender
-            self._fetching[author] += 1
             self._under_way.append(heard)
             try:
                 with self.gauge.working():
@@ -185,7 +183,6 @@ class Collector:
                 with self.gauge.waiting("room in verify"):
                     await self.fetched.put(Candidate(heard, body))
             finally:
-                self._fetching -= Counter({author: 1})  # without those at zero
                 self._under_way.remove(heard)
                 self._changed.set()  # later answers to that prompt may be fetched now
 
@@ -210,8 +207,10 @@ class Collector:
         if not newest:
             return None
 
+        fetching = Counter(each.sender for each in self._under_way)
+
         def load(author: PeerId) -> tuple[int, int]:
-            return self._pool.unused(author) + self._fetching[author], -newest[author].arrived_at
+            return self._pool.unused(author) + fetching[author], -newest[author].arrived_at
 
         chosen = newest[min(newest, key=load)]
         same = [each for author in newest for each in self._offers[author] if _answers_the_same(each, chosen)]
