@@ -146,13 +146,13 @@ def _write(trainer: Trainer, temporary: Path) -> None:
     sync(temporary)
 
 
-def checkpoints_of(folder: Path, base_model: str) -> list[Path]:
-    """Complete checkpoints in `folder` that began with these weights, newest first."""
+def checkpoints_of(folder: Path, base_model: str | None = None) -> list[Path]:
+    """Complete checkpoints in `folder`, newest first; those that began with these weights, or all."""
     found = []
     for path in folder.glob("v*"):
         with contextlib.suppress(ModelError):
             state = read_state(path)
-            if state.base_model == base_model:
+            if base_model in (None, state.base_model):
                 found.append((state.policy_version, path))
     return [path for _, path in sorted(found, reverse=True)]
 
@@ -223,9 +223,10 @@ def read_state(folder: Path) -> CheckpointState:
         raise ModelError(f"{folder} is not a complete checkpoint: {error}") from error
 
 
-def learned_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """What was trained: all weights, or the adapter's. Raises ModelError when they cannot be read."""
-    path = folder / (_WEIGHTS if read_state(folder).adapter is None else _ADAPTER)
+def learned_weights(folder: Path, state: CheckpointState) -> dict[str, torch.Tensor]:
+    """What was trained, by the `state` of this checkpoint: all weights, or the adapter's. Raises ModelError
+    when they cannot be read."""
+    path = folder / (_WEIGHTS if state.adapter is None else _ADAPTER)
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
@@ -243,7 +244,7 @@ def load_checkpoint(trainer: Trainer, folder: Path) -> CheckpointState:
             f"{trainer.policy.base_model[:12]}; open the policy it began with."
         )
     _refuse_other_training(trainer, state, folder)
-    saved = learned_weights(folder)
+    saved = learned_weights(folder, state)
     try:
         moments = load_file(folder / _OPTIMISER)
     except (SafetensorError, OSError) as error:

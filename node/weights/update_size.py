@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from node.train.checkpoint import learned_weights, read_state
+from node.train.checkpoint import checkpoints_of, learned_weights, read_state
 from node.weights.chain.apply import THREADS
 from node.weights.chain.bf16 import to_bits
 from protocol.delta import encode
@@ -31,14 +31,16 @@ class UpdateSize(NamedTuple):
 def update_between_checkpoints(folder: Path) -> UpdateSize | None:
     """Measured between the two newest checkpoints in `folder`; None where there are fewer, or where they are
     of different policies. Blocking: reads both. Raises ModelError for one that cannot be read."""
-    versions = sorted((read_state(path).policy_version, path) for path in folder.glob("v*") if path.is_dir())
-    if len(versions) < 2:
+    newest = [(path, read_state(path)) for path in checkpoints_of(folder)[:2]]
+    if len(newest) < 2:
         return None
-    (older, before), (newer, after) = versions[-2:]
-    if read_state(before).base_model != read_state(after).base_model:
+    (after, newer), (before, older) = newest
+    if newer.base_model != older.base_model:
         return None
-    old, new = to_bits(learned_weights(before)), to_bits(learned_weights(after))
+    old, new = to_bits(learned_weights(before, older)), to_bits(learned_weights(after, newer))
     if old.keys() != new.keys():
         raise ModelError(f"{before} and {after} hold different weights; give --update-mb")
     size = len(encode(old, new, threads=THREADS))
-    return UpdateSize(size, sum(array.nbytes for array in new.values()), older, newer)
+    return UpdateSize(
+        size, sum(array.nbytes for array in new.values()), older.policy_version, newer.policy_version
+    )
