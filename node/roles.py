@@ -209,7 +209,7 @@ async def open_trainer(common: Common, learner: Learner) -> TrainerRole:
     own = OwnGroups(common.made, common.admission)
     weight = WeightStage(runtime, membership, learner.settings.weight, parts.policy, own, pool, common.peers)
     stepper = open_stepper(runtime, config, trainer, engine)
-    checkpoints = Checkpoints(runtime, membership, config, trainer, common.peers)
+    checkpoints = Checkpoints(runtime, config, trainer, common.peers)
     train = TrainStage(runtime, config, weight, stepper, Evaluator(runtime, held_out), checkpoints)
     publish: Publish = keep_to_oneself
     share: list[Service] = []

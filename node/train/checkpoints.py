@@ -5,14 +5,10 @@ Not for what a checkpoint holds (`checkpoint.py`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from node.compute import Lane
 from node.config import NodeConfig
 from node.events import NoticeLevel
-from node.membership import Membership
 from node.peers.book import PeerBook
-from node.peers.trust import Standing, save_standings
 from node.runtime import Runtime
 from node.state.paths import Home
 from node.train.checkpoint import prune, save_checkpoint
@@ -27,13 +23,10 @@ KEPT = 2
 class Checkpoints:
     """Saves `trainer` and the standings of `peers` under the home of `config`."""
 
-    def __init__(
-        self, runtime: Runtime, membership: Membership, config: NodeConfig, trainer: Trainer, peers: PeerBook
-    ) -> None:
+    def __init__(self, runtime: Runtime, config: NodeConfig, trainer: Trainer, peers: PeerBook) -> None:
         self.saved_version = trainer.policy_version
         """Version of the newest checkpoint; 0 before the first."""
         self._runtime = runtime
-        self._swarm_id = membership.swarm_id
         self._trainer = trainer
         self._peers = peers
         self._folder = Home(config.home).run(config.run).checkpoints
@@ -46,19 +39,19 @@ class Checkpoints:
             self._runtime.notice(NoticeLevel.INFO, text)
 
     async def save(self) -> None:
-        """A checkpoint of a version that has none, and trust, to disk. A full disk costs that, not the
+        """A checkpoint of a version that has none, then trust, to disk. A full disk costs that, not the
         run."""
-        standings = self._peers.standings()
         try:
-            await self._runtime.run(Lane.TRAIN, self._write, standings)
+            await self._runtime.run(Lane.TRAIN, self._write)
         except OSError as error:
             text = f"version {self._trainer.policy_version} was not saved: {error}; make room on the disk"
             self._runtime.notice(NoticeLevel.WARNING, text)
+        else:
+            await self._peers.save(self._trust_file)
 
-    def _write(self, standings: Sequence[Standing]) -> None:
+    def _write(self) -> None:
         trainer = self._trainer
         if trainer.policy_version != self.saved_version:
             save_checkpoint(trainer, self._folder / f"v{trainer.policy_version}")
             prune(self._folder, trainer.policy.base_model, KEPT)
             self.saved_version = trainer.policy_version
-        save_standings(self._trust_file, self._swarm_id, standings)
