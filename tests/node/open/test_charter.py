@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from node.clock import SystemClock
-from node.config import NodeConfig, load_config
+from node.config import NodeConfig
 from node.open.charter import inspect_charter, installed_pins, open_membership, read_or_found_charter
 from node.state.paths import Home, bundled
 from protocol.annex import issue_token, sign_annex
@@ -16,22 +16,9 @@ from protocol.codec import encode
 from protocol.errors import CharterError
 from protocol.identity import Identity
 from protocol.messages import Annex
+from tests.node.open.conftest import OURS, rules
 
-OURS = Identity.from_seed(b"o" * 32)
 THEIRS = Identity.from_seed(b"t" * 32)
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> NodeConfig:
-    home = Home(tmp_path / "home").create()
-    return load_config([], {"home": home.root})
-
-
-def rules(**changes: str) -> str:
-    text = bundled("demo-charter.toml").read_text(encoding="utf-8")
-    for old, new in changes.items():
-        text = text.replace(old, new)
-    return text
 
 
 def test_without_any_a_swarm_is_founded_once(config: NodeConfig) -> None:

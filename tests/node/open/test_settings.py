@@ -15,26 +15,11 @@ from node.open.policy import adapter_of
 from node.open.settings import as_begun, memory_plan, resolved, train_settings
 from node.rollout.adapter import AdapterSpec
 from node.rollout.policy import Policy
-from node.state.paths import Home, bundled
+from node.state.paths import Home
 from node.train.checkpoint import CheckpointState
 from protocol.charter import found
 from protocol.errors import ConfigError
-from protocol.identity import Identity
-
-OURS = Identity.from_seed(b"o" * 32)
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> NodeConfig:
-    home = Home(tmp_path / "home").create()
-    return load_config([], {"home": home.root})
-
-
-def rules(**changes: str) -> str:
-    text = bundled("demo-charter.toml").read_text(encoding="utf-8")
-    for old, new in changes.items():
-        text = text.replace(old, new)
-    return text
+from tests.node.open.conftest import OURS, rules
 
 
 def test_the_plan_leaves_nothing_open_and_keeps_the_rest(config: NodeConfig, tiny_policy_path: Path) -> None:
