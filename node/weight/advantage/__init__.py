@@ -1,10 +1,8 @@
 """Advantages from group statistics: how much better than expected each rollout of one prompt was.
 
 For: turning re-scored rewards (plain floats) into the numbers that multiply the policy gradient: inside one
-group (`ADVANTAGES`), over a batch with several rewards (`gdpo`), across unlike policies that answered the
-same prompt (`capability_aware`, fed by a `CapabilityTracker`), by the rarity of a right answer
-(`uniqueness_aware`), or with the baseline of least variance (`minimum_variance`). Not for: claimed rewards,
-which are never used; nor for trust, staleness or ratios, which weigh a rollout elsewhere. A group whose
-rewards are all alike teaches nothing: all zeros. One file per family; `registry` lists all of them with
-source and evidence.
+group (`ADVANTAGES`), over a batch with several rewards (`gdpo`), or across unlike policies that answered the
+same prompt (`capability_aware`, fed by a `CapabilityTracker`). Not for: claimed rewards, which are never
+used; nor for trust, staleness or ratios, which weigh a rollout elsewhere. A group whose rewards are all alike
+teaches nothing: all zeros. One file per family; `registry` lists all of them with source and evidence.
 """

@@ -14,16 +14,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from statistics import median
-from typing import Literal
 
-from node.weight.advantage.numbers import (
-    STD_EPSILON,
-    checked,
-    clamp,
-    has_signal,
-    mean_std,
-    median_deviation,
-)
+from node.weight.advantage.numbers import STD_EPSILON, checked, clamp, has_signal, mean_std
 
 __all__ = ["MAX_ROBUST_ADVANTAGE", "gapo", "mad", "mc_grpo", "pivot"]
 
@@ -31,8 +23,6 @@ MAX_ROBUST_ADVANTAGE = 10.0
 """A MAD may be far smaller than the distance of an outlier; nothing else bounds their quotient."""
 MAD_TO_STD = 1.4826
 """MAD times this is the standard deviation of normally distributed rewards."""
-MC_GRPO_MAD_EPSILON = 1e-3
-"""As in the authors' code."""
 _WIDTH_TOLERANCE = 1e-9
 
 
@@ -47,25 +37,18 @@ def pivot(rewards: Sequence[float]) -> int:
     return rewards.index(sorted(rewards)[(len(rewards) - 1) // 2])
 
 
-def mc_grpo(rewards: Sequence[float], scale: Literal["std", "mad", "none"] = "std") -> tuple[float, ...]:
-    """A = (r - median) / (spread + eps) over the G+1 rollouts that were drawn; that of `pivot` is 0, and the
-    caller drops it from the group, so that G rollouts count.
+def mc_grpo(rewards: Sequence[float]) -> tuple[float, ...]:
+    """A = (r - median) / (std + 1e-6) over the G+1 rollouts that were drawn; that of `pivot` is 0, and the
+    caller drops it from the group, so that G rollouts count. The std is unbiased, around the mean.
 
     Source: MC-GRPO, arXiv 2601.22582, `lotusroot-kim/MC-GRPO`. Evidence: CORE. For G of 2 to 8, where noise
     of the mean turns signs around. Draw an odd number; of an even one the median is the lower middle reward.
-    scale: `std`, unbiased, around the mean, eps 1e-6; `mad`, plain, eps 1e-3, as in the authors' code, which
-    so divides binary rewards by 1e-3 (A = +-1000): ours are the tie rule and the bound of +-10; `none`.
-    Binary: (0, 0, 0, 0, 1) with std gives (0, 0, 0, 0, sqrt 5), and the first is the pivot.
+    Binary: (0, 0, 0, 0, 1) gives (0, 0, 0, 0, sqrt 5), and the first is the pivot.
     """
     checked(rewards)
     if not has_signal(rewards):
         return (0.0,) * len(rewards)
-    center = rewards[pivot(rewards)]
-    if scale == "none":
-        return tuple(reward - center for reward in rewards)
-    if scale == "mad":
-        return _scaled_by_mad(rewards, center, 1.0, MC_GRPO_MAD_EPSILON)
-    return _scaled_by_std(rewards, center)
+    return _scaled_by_std(rewards, rewards[pivot(rewards)])
 
 
 def mad(rewards: Sequence[float]) -> tuple[float, ...]:
@@ -78,37 +61,32 @@ def mad(rewards: Sequence[float]) -> tuple[float, ...]:
     checked(rewards)
     if not has_signal(rewards):
         return (0.0,) * len(rewards)
-    return _scaled_by_mad(rewards, median(rewards), MAD_TO_STD, STD_EPSILON)
+    center = median(rewards)
+    deviation = MAD_TO_STD * median(abs(reward - center) for reward in rewards)
+    if deviation <= STD_EPSILON:
+        return _scaled_by_std(rewards, center)
+    divisor = deviation + STD_EPSILON
+    return tuple(clamp((reward - center) / divisor, MAX_ROBUST_ADVANTAGE) for reward in rewards)
 
 
-def gapo(
-    rewards: Sequence[float], mass: float = 0.5, scale: Literal["std", "deviation"] = "std"
-) -> tuple[float, ...]:
-    """A = (r - Q) / (spread + 1e-6), Q the median of the narrowest interval that holds ceil(mass G) rewards.
+def gapo(rewards: Sequence[float]) -> tuple[float, ...]:
+    """A = (r - Q) / (std + 1e-6), Q the median of the narrowest interval that holds half of the rewards,
+    rounded up; the std is unbiased, around the mean.
 
-    Source: GAPO, arXiv 2510.21830, `TsingZ0/verl-GAPO`. Evidence: CORE; mass 0.5 is the default of the
-    authors' code. scale: `std`, unbiased, around the mean, as the paper writes it; `deviation`, sqrt(sum (r -
-    Q)^2 / (G-1)), what the authors' code divides by. Of equally narrow intervals the lowest, as in that code:
-    binary rewards of which exactly half succeeded have Q = 0, and groups of two have the lower reward. Ours:
-    widths that differ by less than 1e-9 of the range are equal, or rounding would choose. `mass` beyond 0 to
-    1: ValueError.
+    Source: GAPO, arXiv 2510.21830, `TsingZ0/verl-GAPO`. Evidence: CORE; the half is the default of the
+    authors' code, the std the paper's. Of equally narrow intervals the lowest, as in that code: binary
+    rewards of which exactly half succeeded have Q = 0, and groups of two have the lower reward. Ours: widths
+    that differ by less than 1e-9 of the range are equal, or rounding would choose.
     """
-    if not 0.0 < mass <= 1.0:
-        raise ValueError(f"mass is {mass}; it must be above 0 and at most 1")
     checked(rewards)
     if not has_signal(rewards):
         return (0.0,) * len(rewards)
-    center = median(_densest(rewards, mass))
-    if scale == "deviation":
-        squares = sum((reward - center) ** 2 for reward in rewards)
-        spread = math.sqrt(squares / (len(rewards) - 1))
-        return tuple((reward - center) / (spread + STD_EPSILON) for reward in rewards)
-    return _scaled_by_std(rewards, center)
+    return _scaled_by_std(rewards, median(_densest_half(rewards)))
 
 
-def _densest(rewards: Sequence[float], mass: float) -> list[float]:
+def _densest_half(rewards: Sequence[float]) -> list[float]:
     ordered = sorted(rewards)
-    inside = max(math.ceil(mass * len(ordered) - _WIDTH_TOLERANCE), 1)
+    inside = (len(ordered) + 1) // 2
     tolerance = _WIDTH_TOLERANCE * (ordered[-1] - ordered[0])
     best, narrowest = 0, math.inf
     for start in range(len(ordered) - inside + 1):
@@ -121,12 +99,3 @@ def _densest(rewards: Sequence[float], mass: float) -> list[float]:
 def _scaled_by_std(rewards: Sequence[float], center: float) -> tuple[float, ...]:
     _, std = mean_std(rewards)
     return tuple((reward - center) / (std + STD_EPSILON) for reward in rewards)
-
-
-def _scaled_by_mad(
-    rewards: Sequence[float], center: float, factor: float, epsilon: float
-) -> tuple[float, ...]:
-    deviation = factor * median_deviation(rewards, center)
-    if deviation <= STD_EPSILON:
-        return _scaled_by_std(rewards, center)
-    return tuple(clamp((reward - center) / (deviation + epsilon), MAX_ROBUST_ADVANTAGE) for reward in rewards)

@@ -10,17 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from statistics import fmean, median
+from statistics import fmean
 
-__all__ = [
-    "MAX_MAGNITUDE",
-    "STD_EPSILON",
-    "checked",
-    "clamp",
-    "has_signal",
-    "mean_std",
-    "median_deviation",
-]
+__all__ = ["MAX_MAGNITUDE", "STD_EPSILON", "checked", "clamp", "has_signal", "mean_std"]
 
 STD_EPSILON = 1e-6
 """Added to each divisor; rewards, and spreads, that differ by less are alike."""
@@ -48,11 +40,6 @@ def mean_std(rewards: Sequence[float]) -> tuple[float, float]:
         return 0.0, 1.0
     mean = fmean(rewards)
     return mean, math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1))
-
-
-def median_deviation(rewards: Sequence[float], center: float) -> float:
-    """MAD: median of the distances from `center`; 0 once more than half of the rewards lie on it."""
-    return median(abs(reward - center) for reward in rewards)
 
 
 def clamp(value: float, bound: float) -> float:

@@ -114,19 +114,5 @@ ALL_ADVANTAGES: tuple[Advantage, ...] = (
         evidence="EXACT",
         needs="several rewards, the whole batch, lengths",
     ),
-    Advantage(
-        name="minimum_variance",
-        summary="(r - b*) / std, b* weighted by squared ratios and gradient norms (VCPO's OPOB)",
-        source="arXiv 2602.17616, mit-han-lab/vcpo",
-        evidence="EXACT",
-        needs="sequence ratios, a gradient norm of each rollout",
-    ),
-    Advantage(
-        name="uniqueness_aware",
-        summary="advantages of right answers divided by the size of their cluster, mean weight 1",
-        source="arXiv 2601.08763",
-        evidence="RECONSTRUCTED",
-        needs="other advantages, clusters found on this machine",
-    ),
 )
 """Every estimator, those of one group first."""

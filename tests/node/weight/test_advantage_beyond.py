@@ -1,4 +1,4 @@
-"""Advantages that need more than one group's rewards: several rewards, clusters, ratios, gradient norms."""
+"""Advantages of several rewards, which need more than one group."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import math
 
 import pytest
 
-from node.weight.advantage.minimum_variance import minimum_variance, minimum_variance_baseline
 from node.weight.advantage.several_rewards import gdpo
-from node.weight.advantage.uniqueness import uniqueness_aware
 
 # z-scores of (1, 0) are +-0.5 / 0.7071068 = +-0.7071068; those of the format in the first group are 0.
 GROUPS = [
@@ -117,92 +115,3 @@ def test_gdpo_refuses_what_does_not_fit() -> None:
         gdpo([{"a": [math.nan, 0.0]}], whiten="samples")
     with pytest.raises(ValueError, match="weight 0 is inf"):
         gdpo([{"a": [1.0, 0.0]}], whiten="samples", weights={"a": math.inf})
-
-
-def test_uniqueness_aware() -> None:
-    """Three right answers, two of them by one strategy: weights 1/2, 1/2, 1, mean 2/3."""
-    made = uniqueness_aware([1.0, 1.0, 1.0, -3.0], [True, True, True, False], "aabc")
-    assert made == pytest.approx([0.75, 0.75, 1.5, -3.0])
-
-
-def test_wrong_answers_make_a_cluster_larger_but_keep_their_advantage() -> None:
-    # sizes 3, 3, 1: weights 1/3, 1/3, 1, mean 5/9
-    made = uniqueness_aware([1.0, 1.0, 1.0, -3.0], [True, True, True, False], "aaba")
-    assert made == pytest.approx([0.6, 0.6, 1.8, -3.0])
-
-
-def test_the_exponent_says_how_much_uniqueness_counts() -> None:
-    advantages, correct = [1.0, 1.0, 1.0, -3.0], [True, True, True, False]
-    # weights 1/4, 1/4, 1, mean 1/2
-    assert uniqueness_aware(advantages, correct, "aabc", exponent=2.0) == pytest.approx([0.5, 0.5, 2.0, -3.0])
-    assert uniqueness_aware(advantages, correct, "aabc", exponent=0.0) == pytest.approx(advantages)
-    # f^-a alone would be 0 for all of two clusters of two
-    assert uniqueness_aware(advantages[:2] * 2, [True] * 4, "aabb", exponent=1e6) == pytest.approx([1.0] * 4)
-    # a wrong answer alone in its cluster has no power to be taken to
-    assert uniqueness_aware(advantages, correct, "aaab", exponent=1e6) == pytest.approx(advantages)
-
-
-def test_uniqueness_without_a_right_answer_changes_nothing() -> None:
-    assert uniqueness_aware([0.5, -0.5], [False, False], "ab") == (0.5, -0.5)
-    assert uniqueness_aware([], [], []) == ()
-    assert uniqueness_aware([0.7], [True], ["a"]) == pytest.approx([0.7])
-
-
-def test_uniqueness_refuses_what_does_not_fit() -> None:
-    with pytest.raises(ValueError, match="2 advantages, 1 verdicts, 2 clusters"):
-        uniqueness_aware([1.0, 0.0], [True], "ab")
-    with pytest.raises(ValueError, match="advantage 1 is nan"):
-        uniqueness_aware([1.0, math.nan], [True, True], "ab")
-    with pytest.raises(ValueError, match="exponent 0 is -1"):
-        uniqueness_aware([1.0], [True], "a", exponent=-1.0)
-
-
-def test_minimum_variance() -> None:
-    # W^2 g^2 = 1 and 4: b* = 1/5; std of (1, 0) with G in it 1/2
-    assert minimum_variance_baseline([1.0, 0.0], [1.0, 2.0], [1.0, 1.0]) == pytest.approx(0.2)
-    assert minimum_variance([1.0, 0.0], [1.0, 2.0], [1.0, 1.0]) == pytest.approx([1.6, -0.4])
-    assert minimum_variance([1.0, 0.0], [1.0, 2.0], [1.0, 1.0], scale="none") == pytest.approx([0.8, -0.2])
-    # W^2 g^2 = 9, 4, 0.25: (9 + 2) / 13.25
-    assert minimum_variance_baseline([1.0, 0.5, 0.0], [1.0, 2.0, 0.5], [3.0, 1.0, 1.0]) == pytest.approx(
-        11 / 13.25
-    )
-
-
-def test_minimum_variance_by_length() -> None:
-    # g / L = 1 and 1/2, W g / L = 1 and 1: the plain mean
-    assert minimum_variance_baseline([1.0, 0.0], [1.0, 2.0], [1.0, 1.0], [1, 2]) == pytest.approx(0.5)
-
-
-def test_minimum_variance_on_policy_with_equal_gradients_is_the_mean() -> None:
-    rewards = [1.0, 0.0, 0.0, 0.0]
-    assert minimum_variance_baseline(rewards, [1.0] * 4, [0.3] * 4) == pytest.approx(0.25)
-
-
-def test_gradients_as_small_as_any_decide_as_large_ones_do() -> None:
-    assert minimum_variance_baseline([1.0, 0.0], [1.0, 2.0], [1e-9, 1e-9]) == pytest.approx(0.2)
-    assert minimum_variance_baseline([1.0, 0.0], [1e90, 1e-90], [1e90, 1e-90]) == pytest.approx(1.0)
-
-
-def test_minimum_variance_where_nothing_can_be_weighed() -> None:
-    assert minimum_variance_baseline([], [], []) == 0.0
-    assert minimum_variance_baseline([1.0, 0.0, 0.0, 1.0], [1.0] * 4, [0.0] * 4) == 0.5
-    assert minimum_variance([], [], []) == ()
-    assert minimum_variance([0.7], [2.0], [1.0]) == (0.0,)
-    assert minimum_variance([1.0, 1.0], [1.0, 2.0], [1.0, 3.0]) == (0.0, 0.0)
-
-
-def test_minimum_variance_refuses_what_does_not_fit() -> None:
-    with pytest.raises(ValueError, match=r"of \[1, 2\] rollouts"):
-        minimum_variance([1.0, 0.0], [1.0], [1.0, 1.0])
-    with pytest.raises(ValueError, match=r"of \[1, 2\] rollouts"):
-        minimum_variance([1.0, 0.0], [1.0, 1.0], [1.0, 1.0], lengths=[3])
-    with pytest.raises(ValueError, match="reward 1 is nan"):
-        minimum_variance([1.0, math.nan], [1.0, 1.0], [1.0, 1.0])
-    with pytest.raises(ValueError, match="ratio 0 is -1"):
-        minimum_variance([1.0, 0.0], [-1.0, 1.0], [1.0, 1.0])
-    with pytest.raises(ValueError, match="ratio 1 is inf"):
-        minimum_variance([1.0, 0.0], [1.0, math.inf], [1.0, 1.0])
-    with pytest.raises(ValueError, match="gradient norm 0 is nan"):
-        minimum_variance([1.0, 0.0], [1.0, 1.0], [math.nan, 1.0])
-    with pytest.raises(ValueError, match="length 1 is 0"):
-        minimum_variance([1.0, 0.0], [1.0, 1.0], [1.0, 1.0], lengths=[1, 0])

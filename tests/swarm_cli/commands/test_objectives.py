@@ -17,7 +17,7 @@ def test_the_list_says_what_is_reconstructed(swarm: Swarm) -> None:
     rows = {row["name"]: row for row in listed if row["kind"] == "objective"}
     advantages = {row["name"]: row["evidence"] for row in listed if row["kind"] == "advantage"}
     assert advantages["rloo"] == "EXACT"
-    assert advantages["uniqueness_aware"] == "RECONSTRUCTED"
+    assert advantages["gapo"] == "CORE"
     assert rows["ais"]["evidence"] == "RECONSTRUCTED"
     assert rows["dppo_tv"]["evidence"] == "EXACT"
     assert rows["dppo_tv"]["options"] == {
