@@ -15,7 +15,7 @@ from node.peers.book import PeerBook
 from node.peers.presence import Presence
 from node.runtime import Runtime
 from node.share.gossip import Gossip, GossipLimits
-from node.share.publish import Publisher
+from node.share.publish import GroupPublisher
 from node.state.stores import ReplayGuard, SequenceSource
 from node.transport.base import Transport
 from protocol.messages import Digest, Lineage, PeerId
@@ -47,7 +47,7 @@ class Network:
             replay=replay,
             limits=GossipLimits(reconcile_interval_s=config.network.reconcile_s),
         )
-        self.publisher = Publisher(membership, transport, self.gossip)
+        self.publisher = GroupPublisher(membership, transport, self.gossip)
         self.presence = Presence(
             runtime,
             membership,

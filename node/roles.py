@@ -53,7 +53,7 @@ from node.weights.follow.probe import FollowerProbe
 from node.weights.follow.rollouts import FollowerRollouts
 from node.weights.merge.adopt import MergeAdoption
 from node.weights.merge.merger import Merger
-from node.weights.publish import Publisher
+from node.weights.publish import VersionPublisher
 from node.weights.sharing import WeightsSharing
 from protocol.errors import ConfigError
 from protocol.messages import Lineage
@@ -176,7 +176,7 @@ class TrainerRole:
     rollout: RolloutStage
     held_out: HeldOut
     engine: EngineSync
-    publisher: Publisher | None
+    publisher: VersionPublisher | None
     """None without a network."""
 
 
@@ -196,7 +196,7 @@ async def open_trainer(common: Common, learner: Learner) -> TrainerRole:
     base = BaseWeights(runtime, functools.partial(base_bits, parts.policy, learner.settings.adapter))
     publisher = None
     if common.network is not None:
-        publisher = Publisher(
+        publisher = VersionPublisher(
             runtime, membership, lineage, trainer, base, common.open_sharing(common.network)
         )
     settings = SyncSettings(
@@ -280,7 +280,7 @@ def _share_services(
     ]
 
 
-def _publish_service(common: Common, publisher: Publisher) -> Service:
+def _publish_service(common: Common, publisher: VersionPublisher) -> Service:
     return Service(
         name="publish",
         run=publisher.run,

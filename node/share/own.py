@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from node.share.accepted import Accepted
-from node.share.publish import Publisher
+from node.share.publish import GroupPublisher
 
 __all__ = ["OwnSharing", "Publish", "Sharing", "keep_to_oneself"]
 
@@ -36,7 +36,7 @@ async def keep_to_oneself(own: Accepted, body: bytes) -> None:
 class OwnSharing:
     """Publishes own groups by `publisher`; `observe` is told of each first, so that copies of it are seen."""
 
-    publisher: Publisher
+    publisher: GroupPublisher
     sharing: Sharing
     observe: Callable[[Accepted], None] = lambda own: None
 

@@ -32,7 +32,7 @@ from protocol.messages import (
 from protocol.receipts import prove, slot_digest
 from protocol.topics import BLOB_PROTOCOL, ROLLOUT_PROTOCOL
 
-__all__ = ["Publisher", "announce"]
+__all__ = ["GroupPublisher", "announce"]
 
 
 def announce(
@@ -67,7 +67,7 @@ class _Offer:
     body: bytes
 
 
-class Publisher:
+class GroupPublisher:
     """Announces own groups and serves their bodies until `receipt_windows` after their own, and never more
     than `max_bytes` of them: then the oldest go first."""
 

@@ -116,10 +116,6 @@ class Transport(ABC):
         `RemoteProtocolError` is counted against the peer. The handler ends after `deadline_s` seconds, as
         does every one by default after `stream_timeout_s`, which each single frame must keep in any case."""
 
-    def counters(self) -> dict[tuple[PeerId, str], int]:
-        """Refusals so far by (peer, reason)."""
-        return self.refusals.counters()
-
 
 def require_publishable(data: bytes) -> None:
     """Raise `LocalProtocolError` for a message that other nodes would drop."""

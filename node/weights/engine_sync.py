@@ -30,7 +30,7 @@ from node.supervise import StageGauge
 from node.train.evaluate import HeldOut
 from node.train.step import Trainer
 from node.weights.chain.bf16 import rounded
-from node.weights.publish import Publisher
+from node.weights.publish import VersionPublisher
 
 __all__ = ["EngineSync", "SyncSettings"]
 
@@ -60,7 +60,7 @@ class EngineSync:
         trainer: Trainer,
         engine: Engine,
         held_out: HeldOut,
-        publisher: Publisher | None,
+        publisher: VersionPublisher | None,
         settings: SyncSettings,
     ) -> None:
         self.engine = engine

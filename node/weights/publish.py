@@ -40,7 +40,7 @@ from protocol.errors import LocalProtocolError, OurFault, RemoteProtocolError
 from protocol.links import decode_link, sign_link
 from protocol.messages import Digest, Lineage, LinkKind, SignedLink, WeightsLink
 
-__all__ = ["Publisher"]
+__all__ = ["VersionPublisher"]
 
 _ANCHOR_TRIES = 4
 """An anchor that could not be kept is tried again so many times in the span between two."""
@@ -67,7 +67,7 @@ class _Due:
     anchor: bool = False
 
 
-class Publisher:
+class VersionPublisher:
     """Publishes `lineage`, this node's own, with the weights of `trainer`: full weights or an adapter,
     whatever has the names and shapes of `base`, which everybody of the lineage has."""
 

@@ -300,7 +300,7 @@ def test_lying_downloader_is_refused_and_counted(tmp_path, name):
             with pytest.raises(TransportError):
                 await _send_all(stream, frames)
             assert swarm.blamed == {reason: 1}
-            assert swarm.victim.transport.counters() == {(swarm.hostile.peer_id, reason): 1}
+            assert swarm.victim.transport.refusals.counters() == {(swarm.hostile.peer_id, reason): 1}
             # The victim serves others as before.
             fetched = await swarm.source.exchange.fetch(BLOB, 10.0)
             assert bytes(fetched.data()) == DATA

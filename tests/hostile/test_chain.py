@@ -438,7 +438,7 @@ def test_requests_that_are_wrong_are_counted(tmp_path):
                 with pytest.raises(TransportError):
                     await stream.receive()
                 await stream.close()
-            counted = swarm.owner.transport.counters()
+            counted = swarm.owner.transport.refusals.counters()
             assert {peer_id for peer_id, _ in counted} == {swarm.member.peer_id}
             assert sum(counted.values()) == 4
 

@@ -522,7 +522,7 @@ def test_requests_that_are_wrong_are_counted(tmp_path):
                 with pytest.raises(TransportError):
                     await stream.receive()
                 await stream.close()
-            counted = victim.transport.counters()
+            counted = victim.transport.refusals.counters()
             assert counted[swarm.hostile.peer_id, "decode"] == 3
             assert counted[swarm.hostile.peer_id, "frame_size"] == 1
 
@@ -568,7 +568,7 @@ def test_a_flood_of_requests_leaves_room_for_others(tmp_path):
             await asyncio.gather(*flooding, return_exceptions=True)
             swarm.require_merged(1)
             assert links < 1024 + 64 * 1.9 * EVERY
-            counted = victim.transport.counters()
+            counted = victim.transport.refusals.counters()
             assert counted[swarm.hostile.peer_id, "merge_rate"] > 100
             assert {peer_id for peer_id, _ in counted} == {swarm.hostile.peer_id}
 

@@ -233,8 +233,8 @@ def test_garbage_on_gossip_and_streams(tmp_path: Path, policies: Sequence[Policy
         assert refused["decode"] >= 8
         assert refused["frame_size"] >= 3
         assert refused["empty_frame"] >= 3
-        assert sum(victim.transport.counters().values()) >= 9
-        assert {peer for peer, _ in victim.transport.counters()} == {mallory.peer_id}
+        assert sum(victim.transport.refusals.counters().values()) >= 9
+        assert {peer for peer, _ in victim.transport.refusals.counters()} == {mallory.peer_id}
         assert "handler" not in refused  # no exception of ours at the boundary
 
     attacked(tmp_path, policies, attack, check)

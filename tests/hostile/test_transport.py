@@ -54,7 +54,7 @@ def test_declared_length_is_refused_before_allocation(prefix, reason):
         _, peak_bytes = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert peak_bytes < 1_000_000
-        assert victim.counters() == {(hostile.peer_id, reason): 1}
+        assert victim.refusals.counters() == {(hostile.peer_id, reason): 1}
         for transport in (hostile, victim):
             await transport.close()
 
@@ -93,7 +93,7 @@ def test_records_of_strangers_are_capped_in_number_and_rate():
             await hostile.store(f"key {number}", b"x", network.clock.now_ms() + 60_000)
         # 200 of burst passed the bucket, 50 of them are kept.
         assert len(victim.records.kept) == 50
-        assert victim.counters() == {(hostile.peer_id, "dht_rate"): 800}
+        assert victim.refusals.counters() == {(hostile.peer_id, "dht_rate"): 800}
         for transport in (victim, hostile):
             await transport.close()
 
@@ -174,7 +174,7 @@ def test_slow_peer_is_dropped_by_deadline(behaviour):
 
         dripping = asyncio.create_task(drip() if behaviour == "byte per 10 s" else asyncio.sleep(0))
         await asyncio.sleep(TransportLimits().stream_timeout_s + 1)
-        assert victim.counters() == {(hostile.peer_id, "deadline"): 1}
+        assert victim.refusals.counters() == {(hostile.peer_id, "deadline"): 1}
         await asyncio.gather(dripping, return_exceptions=True)
         for transport in (hostile, victim):
             await transport.close()
@@ -215,7 +215,7 @@ async def test_real_daemons_under_attack(tmp_path: Path):
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak_bytes < 1_000_000
-    assert victim.counters()[hostile.peer_id, "frame_size"] == 1
+    assert victim.refusals.counters()[hostile.peer_id, "frame_size"] == 1
 
     # Strangers' records: 150 valid ones from one peer, and shapes that hivemind itself would accept.
     dht = hostile._session.dht
@@ -226,13 +226,13 @@ async def test_real_daemons_under_attack(tmp_path: Path):
         )
     storage = victim._session.dht.protocol.storage
     assert len(storage) <= 10
-    assert victim.counters()[hostile.peer_id, "dht_rate"] > 20
+    assert victim.refusals.counters()[hostile.peer_id, "dht_rate"] > 20
 
     # Streams that say nothing, and one that never reads what it asked for.
     silent = [(await hostile.open_stream(victim.peer_id, ECHO)).channel for _ in range(6)]
     with pytest.raises((TransportError, TimeoutError)):
         await asyncio.wait_for(write_without_reading(silent[0]), 0.5)
-    assert victim.counters()[hostile.peer_id, "streams"] == 2
+    assert victim.refusals.counters()[hostile.peer_id, "streams"] == 2
 
     # Meanwhile the honest peer is served.
     stream = await honest.open_stream(victim.peer_id, ECHO)
@@ -300,7 +300,7 @@ async def test_hostile_dht_node_can_neither_hide_nor_forge_a_record(tmp_path: Pa
         stored = await protocol.call_store(_peer(honest), [key], [value], expires, [subkey])
         assert stored in (None, [False])
     assert await honest.get("key") == b"true"
-    reasons = {reason for (peer_id, reason) in honest.counters() if peer_id == hostile.peer_id}
+    reasons = {reason for (peer_id, reason) in honest.refusals.counters() if peer_id == hostile.peer_id}
     assert reasons == {"record_key", "freshness", "decode", "oversize"}
     for transport in transports:
         await transport.close()

@@ -36,7 +36,7 @@ from node.weights.merge.exchange import MergeExchange
 from node.weights.merge.gather import MergeGather, NoMergeError
 from node.weights.merge.resolve import Dropped, Merged, MergeRule, Used, resolve, warm_up
 from node.weights.merge.scratch import MergeScratch
-from node.weights.publish import Publisher
+from node.weights.publish import VersionPublisher
 from node.weights.sharing import WeightsSharing
 from protocol.delta import max_delta_bytes, weights_digest
 from protocol.errors import DeadlineError, LocalProtocolError, OurFault, RemoteProtocolError
@@ -82,7 +82,7 @@ class Merger:
         runtime: Runtime,
         membership: Membership,
         base: Base,
-        publisher: Publisher,
+        publisher: VersionPublisher,
         sync: EngineSync,
         sharing: WeightsSharing,
         settings: MergeConfig,

@@ -258,7 +258,7 @@ def test_who_does_not_belong_is_told_why_in_one_sentence(
         reply, _ = await say_hello(stranger, ALICE.peer_id, hello, town.clock)
         assert (reply.peer, reply.refusal) == (None, sentence)
         await asyncio.sleep(0.1)
-        assert alice.transport.counters() == {(one.peer_id, reason): 1}
+        assert alice.transport.refusals.counters() == {(one.peer_id, reason): 1}
         assert alice.presence.known == {}
 
     town(test)
@@ -282,7 +282,7 @@ def test_another_version_is_told_on_both_sides_in_one_sentence_whatever_fields_i
             with pytest.raises(TransportError):
                 await stream.receive()  # and nothing more is read
         assert alice.notices[1:] == [("warning", sentence.replace(BOB.peer_id, FOUNDER.peer_id))]
-        assert alice.transport.counters() == {(FOUNDER.peer_id, "version"): 3}
+        assert alice.transport.refusals.counters() == {(FOUNDER.peer_id, "version"): 3}
 
     town(test)
 
@@ -469,12 +469,18 @@ def test_a_bad_hello_closes_that_stream_and_is_counted() -> None:
             await stream.send(data)
             with pytest.raises(TransportError):
                 await stream.receive()
-        assert alice.transport.counters() == {(BOB.peer_id, "decode"): 2, (BOB.peer_id, "frame_size"): 1}
+        assert alice.transport.refusals.counters() == {
+            (BOB.peer_id, "decode"): 2,
+            (BOB.peer_id, "frame_size"): 1,
+        }
         for data in (b"GET / HTTP/1.1", b"x" * 33):
             stream = await stranger.open_stream(ALICE.peer_id, HELLO_PROTOCOL)
             await stream.send(data)
         await asyncio.sleep(0.1)
-        assert alice.transport.counters() == {(BOB.peer_id, "decode"): 3, (BOB.peer_id, "frame_size"): 2}
+        assert alice.transport.refusals.counters() == {
+            (BOB.peer_id, "decode"): 3,
+            (BOB.peer_id, "frame_size"): 2,
+        }
         assert alice.presence.known == {}
 
     town(test)

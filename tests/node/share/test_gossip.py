@@ -234,7 +234,7 @@ def test_stalled_reader_and_late_joiner_get_all_of_2000_announcements():
             for number in range(2000):
                 await swarm.gossips[0].announce(announcement(number, IDENTITIES[0], rewards=8), TTL_MS)
             await asyncio.sleep(30)
-            assert swarm.transports[1].counters()[IDENTITIES[0].peer_id, "rate"] > 0
+            assert swarm.transports[1].refusals.counters()[IDENTITIES[0].peer_id, "rate"] > 0
             late = await swarm.join(IDENTITIES[2], connect_to=1)
             await asyncio.sleep(30)
             swarm.read(1)
@@ -487,7 +487,7 @@ def test_closed_swarm_hears_members_only_and_answers_members_only():
                 (STRANGER.peer_id, "stranger"): 1,
                 (IDENTITIES[1].peer_id, "stranger"): 1,
             }
-            assert swarm.transports[0].counters() == {(STRANGER.peer_id, "stranger"): 1}
+            assert swarm.transports[0].refusals.counters() == {(STRANGER.peer_id, "stranger"): 1}
             await stream.close()
 
     run_virtual(main())
@@ -583,7 +583,7 @@ def test_bad_request_closes_the_stream_and_is_counted(request_bytes, reason):
             stream = await hostile.open_stream(IDENTITIES[0].peer_id, RECONCILE_PROTOCOL)
             await stream.send(request_bytes)
             await asyncio.sleep(1)
-            assert swarm.transports[0].counters() == {(IDENTITIES[1].peer_id, reason): 1}
+            assert swarm.transports[0].refusals.counters() == {(IDENTITIES[1].peer_id, reason): 1}
             await stream.close()
 
     run_virtual(main())
@@ -613,7 +613,7 @@ def test_neighbour_that_asks_for_everything_again_and_again_is_cut_off():
                 await ask_on()
             # Each costs 64 KiB and 50 envelopes of about 0.8 KB: 400,000 pay for three.
             assert replies == 3
-            assert swarm.transports[0].counters() == {(IDENTITIES[1].peer_id, "reconcile_rate"): 1}
+            assert swarm.transports[0].refusals.counters() == {(IDENTITIES[1].peer_id, "reconcile_rate"): 1}
 
     run_virtual(main())
 

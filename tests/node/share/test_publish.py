@@ -11,7 +11,7 @@ from node.clock import VirtualClock, run_virtual
 from node.share import publish
 from node.share.accepted import Accepted
 from node.share.gossip import Gossip
-from node.share.publish import Publisher, announce
+from node.share.publish import GroupPublisher, announce
 from node.state.stores import MemorySequence
 from node.transport.memory import MemoryNetwork, MemoryTransport
 from protocol.codec import decode, digest, encode
@@ -92,7 +92,7 @@ class Stand:
         runtime = make_runtime(clock)
         membership, peers = make_peers(runtime, ALICE, WORLD.charter)
         self.gossip = Gossip(runtime, membership, peers, self.seller, MemorySequence(1))
-        self.publisher = Publisher(membership, self.seller, self.gossip, **options)
+        self.publisher = GroupPublisher(membership, self.seller, self.gossip, **options)
 
     async def __aenter__(self) -> Stand:
         await self.seller.start()
@@ -228,7 +228,7 @@ def test_a_bad_request_closes_that_stream_and_is_counted(request_bytes: bytes) -
             await stream.send(request_bytes)
             with pytest.raises(TransportError):
                 await stream.receive()
-            assert [peer for peer, _ in stand.seller.counters()] == [BOB.peer_id]
+            assert [peer for peer, _ in stand.seller.refusals.counters()] == [BOB.peer_id]
             assert (await stand.ask(digest(encode(MIXED))))[0] > 0  # others are still served
 
     run_virtual(main())

@@ -116,7 +116,7 @@ async def test_sender_above_its_rate_is_dropped_and_counted(nodes):
         await nodes.hear(messages, first, TOPIC, b"mesh stands")
         for number in range(10):
             await first.publish(TOPIC, b"%d" % number)
-        await nodes.eventually(lambda: second.counters().get((first.peer_id, "rate"), 0) >= 8)
+        await nodes.eventually(lambda: second.refusals.counters().get((first.peer_id, "rate"), 0) >= 8)
 
 
 async def test_queue_of_a_slow_reader_is_bounded_and_counts_what_it_drops(nodes):
@@ -126,7 +126,7 @@ async def test_queue_of_a_slow_reader_is_bounded_and_counts_what_it_drops(nodes)
         await nodes.hear(messages, first, TOPIC, b"mesh stands")
         for number in range(6):
             await first.publish(TOPIC, b"%d" % number)
-        await nodes.eventually(lambda: second.counters().get((first.peer_id, "queue"), 0) >= 4)
+        await nodes.eventually(lambda: second.refusals.counters().get((first.peer_id, "queue"), 0) >= 4)
         assert len({(await anext(messages)).data for _ in range(2)}) == 2
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(anext(messages), 0.01)
@@ -176,7 +176,7 @@ async def test_invalid_record_of_a_peer_is_neither_stored_nor_believed(nodes):
     hostile = await nodes.open(2, honest)
     reader = await nodes.open(3, honest, validate_record=refuse_bad)
     await hostile.store("key", b"bad", now_ms() + 60_000)
-    await nodes.eventually(lambda: honest.counters().get((hostile.peer_id, "signature"), 0) >= 1)
+    await nodes.eventually(lambda: honest.refusals.counters().get((hostile.peer_id, "signature"), 0) >= 1)
     assert await honest.get("key") is None
     assert await reader.get("key") is None
 
@@ -207,7 +207,7 @@ async def test_frame_above_the_readers_cap_closes_the_stream_and_is_counted(node
     await stream.send(b"x" * 11)
     with pytest.raises(TransportError):
         await stream.receive()
-    assert first.counters() == {(second.peer_id, "frame_size"): 1}
+    assert first.refusals.counters() == {(second.peer_id, "frame_size"): 1}
 
 
 async def test_opener_refuses_an_oversize_answer(nodes):
@@ -262,7 +262,7 @@ async def test_failing_handler_closes_only_its_stream(nodes, error, reason):
         await failing.receive()
     await other.send(b"still here")
     assert await other.receive() == b"still here"
-    assert first.counters() == {(second.peer_id, reason): 1}
+    assert first.refusals.counters() == {(second.peer_id, reason): 1}
 
 
 async def test_streams_above_the_cap_of_a_peer_are_closed_and_counted(nodes):
@@ -276,7 +276,7 @@ async def test_streams_above_the_cap_of_a_peer_are_closed_and_counted(nodes):
     above = await second.open_stream(first.peer_id, ECHO)
     with pytest.raises(TransportError):
         await above.receive()
-    assert first.counters() == {(second.peer_id, "streams"): 1}
+    assert first.refusals.counters() == {(second.peer_id, "streams"): 1}
     of_another = await third.open_stream(first.peer_id, ECHO)
     await of_another.send(b"x")
     assert await of_another.receive() == b"x"
@@ -300,7 +300,7 @@ async def test_stream_opens_above_the_rate_are_refused(nodes):
     first = await nodes.open(1, limits=limits, prepare=lambda transport: transport.serve(ECHO, echo))
     second = await nodes.open(2, first)
     assert [await _echoes(second, first) for _ in range(3)] == [True, True, False]
-    assert first.counters() == {(second.peer_id, "stream_rate"): 1}
+    assert first.refusals.counters() == {(second.peer_id, "stream_rate"): 1}
 
 
 async def test_silent_stream_ends_by_deadline(nodes):
@@ -310,7 +310,7 @@ async def test_silent_stream_ends_by_deadline(nodes):
     stream = await second.open_stream(first.peer_id, ECHO)
     with pytest.raises(TransportError):
         await stream.receive()
-    assert first.counters() == {(second.peer_id, "deadline"): 1}
+    assert first.refusals.counters() == {(second.peer_id, "deadline"): 1}
 
 
 async def test_handler_served_with_a_deadline_outlives_the_default_one(nodes):
@@ -330,7 +330,7 @@ async def test_handler_served_with_a_deadline_outlives_the_default_one(nodes):
         stream = await second.open_stream(first.peer_id, protocol)
         heard[protocol] = await _frames_until_the_end(stream)
     assert heard["/test/1/default"] <= 5 < heard["/test/1/long"] <= 17
-    assert first.counters() == {(second.peer_id, "deadline"): 2}
+    assert first.refusals.counters() == {(second.peer_id, "deadline"): 2}
 
 
 async def _frames_until_the_end(stream: Stream) -> int:

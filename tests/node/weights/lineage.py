@@ -24,7 +24,7 @@ from node.transport.memory import MemoryNetwork, MemoryTransport
 from node.weights.chain.base import Base, BaseWeights
 from node.weights.chain.bf16 import U16, to_bits
 from node.weights.follow.tracker import Tracker, useless_blobs
-from node.weights.publish import Publisher
+from node.weights.publish import VersionPublisher
 from node.weights.sharing import GIB, WeightsSharing
 from protocol.delta import weights_digest
 from protocol.identity import Identity
@@ -207,10 +207,10 @@ class Member:
         """Of work by lane, in virtual seconds, for what is made from now on."""
         self.runtime = dataclasses.replace(self.runtime, compute=InlineCompute(costs_s))
 
-    def publisher(self, base: Mapping[str, U16], *, anchor_every: int = 4) -> Publisher:
+    def publisher(self, base: Mapping[str, U16], *, anchor_every: int = 4) -> VersionPublisher:
         """Of this member's lineage; offered versions are taken from `source`."""
         self.sharing.settings = self.sharing.settings.model_copy(update={"anchor_every": anchor_every})
-        return Publisher(
+        return VersionPublisher(
             self.runtime,
             self.membership,
             self.lineage,

@@ -26,7 +26,7 @@ from tests.node.weights.lineage import BASE_MODEL, SWARM, WINDOW_MS, Member, Wei
 
 if TYPE_CHECKING:
     from node.weights.engine_sync import EngineSync
-    from node.weights.publish import Publisher
+    from node.weights.publish import VersionPublisher
 
 __all__ = [
     "EVERY",
@@ -111,7 +111,7 @@ class Trainer(Member):
             self.runtime,
             self.membership,
             Base(self.base, self.base_digest),
-            cast("Publisher", self),
+            cast("VersionPublisher", self),
             cast("EngineSync", self),
             self.sharing,
             settings,

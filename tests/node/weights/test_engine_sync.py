@@ -26,7 +26,7 @@ from tests.node.runtimes import make_runtime
 
 if TYPE_CHECKING:
     from node.train.evaluate import HeldOut
-    from node.weights.publish import Publisher
+    from node.weights.publish import VersionPublisher
 
 
 class Drifting(TransformersEngine):
@@ -122,7 +122,7 @@ class Bench:
             cast("Trainer", self.trainer),
             engine,
             cast("HeldOut", held_out),
-            cast("Publisher", self.offers),
+            cast("VersionPublisher", self.offers),
             SyncSettings(tolerance=1e-3, probe_every=probe_every, sequential=sequential),
         )
 

@@ -18,7 +18,7 @@ from node.weights.chain.apply import apply_link
 from node.weights.chain.base import BaseWeights
 from node.weights.chain.bf16 import U16, to_bits
 from node.weights.chain.chain import Chain
-from node.weights.publish import Publisher
+from node.weights.publish import VersionPublisher
 from protocol.delta import weights_digest
 from protocol.errors import LocalProtocolError, OurFault
 from protocol.links import open_link
@@ -46,7 +46,7 @@ def links_of(owner: Member) -> list[WeightsLink]:
     return [open_link(signed, SWARM) for signed in chain_of(owner).links()]
 
 
-async def opened(publisher: Publisher) -> tuple[int, Mapping[str, U16] | None]:
+async def opened(publisher: VersionPublisher) -> tuple[int, Mapping[str, U16] | None]:
     """The version and the weights that an earlier run left."""
     bits = await publisher.open()
     return publisher.published, bits
@@ -441,7 +441,7 @@ def test_nothing_is_made_until_somebody_asks_and_then_the_newest(tmp_path):
             loaded.append(1)
             return weights.base
 
-        publisher = Publisher(
+        publisher = VersionPublisher(
             owner.runtime,
             owner.membership,
             owner.lineage,

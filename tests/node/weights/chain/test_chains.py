@@ -186,7 +186,7 @@ def test_links_are_given_and_taken_at_a_bounded_rate(tmp_path, monkeypatch):
                 assert len(await follower.ask(owner.peer_id, OWNER, 2, 0.0)) == 4
             with pytest.raises((TransportError, LimitError)):
                 await follower.ask(owner.peer_id, OWNER, 2, 0.0)
-            assert nodes.transports[0].counters() == {(follower.peer_id, "chain_rate"): 1}
+            assert nodes.transports[0].refusals.counters() == {(follower.peer_id, "chain_rate"): 1}
             await asyncio.sleep(4.0)
             assert len(await follower.ask(owner.peer_id, OWNER, 2, 0.0)) == 4
 

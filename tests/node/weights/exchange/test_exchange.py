@@ -261,7 +261,7 @@ def test_several_blobs_at_once_over_at_most_four_streams_a_peer(tmp_path):
             source.exchange.seed(blob.root)
         fetched = await asyncio.gather(*(taker.exchange.fetch(blob, 60.0) for blob in blobs))
         assert all(stored.complete for stored in fetched)
-        assert source.transport.counters() == {}
+        assert source.transport.refusals.counters() == {}
         for node in (source, taker):
             await node.transport.close()
 
@@ -327,7 +327,7 @@ async def test_over_real_streams(tmp_path):
         assert [bytes(stored.data()) == data for stored in fetched] == [True, True]
         assert sum(sum(each.uploaded.values()) for each in exchanges) <= 2.2 * len(data)
         assert blamed == []
-        assert [transport.counters() for transport in transports] == [{}, {}, {}]
+        assert [transport.refusals.counters() for transport in transports] == [{}, {}, {}]
     finally:
         for transport in reversed(transports):
             await transport.close()

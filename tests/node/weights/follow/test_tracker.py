@@ -12,7 +12,7 @@ import pytest
 
 from node.clock import VirtualClock, run_virtual
 from node.transport.memory import MemoryNetwork
-from node.weights.publish import Publisher
+from node.weights.publish import VersionPublisher
 from protocol.delta import weights_digest
 from protocol.links import open_link, sign_link
 from protocol.messages import LinkKind, WeightsLink
@@ -65,7 +65,7 @@ async def running(swarm: Swarm) -> AsyncIterator[list[Member]]:
             await member.close()
 
 
-async def publish(publisher: Publisher, weights: Weights, versions: range) -> dict[int, str]:
+async def publish(publisher: VersionPublisher, weights: Weights, versions: range) -> dict[int, str]:
     """Hashes of the versions published."""
     return {version: (await publisher.publish(version, weights.step())).result for version in versions}
 

@@ -33,7 +33,7 @@ from tests.node.runtimes import make_runtime
 if TYPE_CHECKING:
     from node.train.evaluate import HeldOut
     from node.weights.merge.merger import Merger
-    from node.weights.publish import Publisher
+    from node.weights.publish import VersionPublisher
 
 SEQUENCES = [TokenSequence((2, 7, 9, 3), tuple(range(5, 25)))]
 SETTINGS = TrainSettings(measure_start_kl=False)
@@ -91,7 +91,7 @@ class Bench:
             self.trainer,
             self.engine,
             cast("HeldOut", self),
-            cast("Publisher", self),
+            cast("VersionPublisher", self),
             SyncSettings(tolerance=1e-3, probe_every=1000, sequential=False),
         )
         self.adoption = MergeAdoption(
