@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
@@ -54,14 +55,34 @@ class ThreadCompute:
 
     def __init__(self) -> None:
         self._executors: dict[Lane, ThreadPoolExecutor] = {}
+        self._under_way: dict[Lane, object] = {}
+        """Names the piece of work that a lane does now."""
+        self._longest_s: dict[Lane, float] = {}
 
     async def run(self, lane: Lane, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         executor = self._executors.get(lane)
         if executor is None:
             executor = self._executors[lane] = ThreadPoolExecutor(1, thread_name_prefix=f"swarm-{lane}")
         return await asyncio.get_running_loop().run_in_executor(
-            executor, functools.partial(function, *args, **kwargs)
+            executor, functools.partial(self._timed, lane, function, *args, **kwargs)
         )
+
+    def under_way(self) -> dict[Lane, object]:
+        """What each lane that is not idle does now: two readings name the same piece of work alike."""
+        return dict(self._under_way)
+
+    def longest_s(self, lane: Lane) -> float:
+        """What the longest piece of work of this lane took so far, 0 before the first has ended."""
+        return self._longest_s.get(lane, 0.0)
+
+    def _timed(self, lane: Lane, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        began_s = time.monotonic()
+        self._under_way[lane] = object()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            del self._under_way[lane]
+            self._longest_s[lane] = max(self.longest_s(lane), time.monotonic() - began_s)
 
     def close(self) -> None:
         for executor in self._executors.values():

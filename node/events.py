@@ -98,6 +98,8 @@ class StageStatus(msgspec.Struct, frozen=True, kw_only=True):
     waiting_for: str
     """Name of the wait this stage is in, or "" while it works."""
     waiting_s: float
+    stalled_s: float = 0.0
+    """How long it has stood still, once that is far longer than usual; else 0."""
 
 
 class StagesSeen(Event, frozen=True, kw_only=True):
@@ -408,6 +410,10 @@ class Health(Event, frozen=True, kw_only=True):
 
     loop_lag_p99_s: float
     rss_bytes: int
+    descriptors: int = 0
+    """Open files and sockets."""
+    tasks: int = 0
+    """Of the event loop, under way."""
     transport_restarts: int
     sandbox_restarts: int
     refused: dict[str, int]

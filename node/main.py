@@ -16,14 +16,11 @@ import contextlib
 import gc
 import logging
 import logging.handlers
-import os
 import random
-import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import FrameType
 from typing import Self
 
 from node.clock import SystemClock
@@ -37,6 +34,7 @@ from node.open.policy import open_sandbox, require_strength
 from node.open.stores import open_stores
 from node.peers.presence import ask_clock, fetch_charter
 from node.runtime import Runtime
+from node.signals import EndSignals
 from node.state.keys import create_key, load_or_create_key
 from node.state.lock import hold
 from node.state.paths import Home, RunDir
@@ -56,7 +54,6 @@ SWITCH_INTERVAL_S = 0.001
 """A worker thread gives the interpreter back this soon; with the default of 5 ms the event loop waits
 longer."""
 LOG_BYTES = 10 * 2**20
-INTERRUPTED = 130
 
 
 def run_node(config: NodeConfig, show: Callable[[Event], None]) -> bool:
@@ -154,8 +151,8 @@ async def run_loop(
     config, clock = parts.config, SystemClock()
     home = Home(config.home)
     async with contextlib.AsyncExitStack() as stack:
-        signals = stack.enter_context(_Signals())
         compute = ThreadCompute()
+        signals = stack.enter_context(EndSignals(compute))
         stack.callback(compute.close)
         stack.callback(parts.engine.close)  # before: it ends what the threads wait for
         stores = stack.enter_context(open_stores(home, membership.swarm_id, clock.now_ms()))
@@ -242,43 +239,6 @@ class EngineNotices:
                 loop.call_soon_threadsafe(runtime.emit, event)
 
         self._emit = emit
-
-
-class _Signals:
-    """The first SIGINT or SIGTERM ends the node in order, a second one ends the process at once.
-
-    Real signal handlers, not the loop's: they also run while the loop's thread waits for the work in flight.
-    """
-
-    def __init__(self) -> None:
-        self.received: signal.Signals | None = None
-        self._stop: Callable[[str], None] | None = None
-        self._loop = asyncio.get_running_loop()
-
-    def __enter__(self) -> Self:
-        self._before = {
-            number: signal.signal(number, self._receive) for number in (signal.SIGINT, signal.SIGTERM)
-        }
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def then(self, stop: Callable[[str], None]) -> None:
-        """Call `stop` with the reason at the first signal, also if that came before."""
-        self._stop = stop
-        self._tell()
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self.received is not None:
-            os._exit(INTERRUPTED)  # the network daemon and the sandbox end when their pipes to us close
-        self.received = signal.Signals(number)
-        self._loop.call_soon_threadsafe(self._tell)
-
-    def _tell(self) -> None:
-        if self.received is not None and self._stop is not None:
-            self._stop(f"signal {self.received.name}")
 
 
 @contextlib.asynccontextmanager

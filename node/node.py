@@ -56,7 +56,7 @@ from node.roles import Common, FollowerRole, TrainerRole, open_follower, open_tr
 from node.runtime import Runtime
 from node.sandbox.strength import describe
 from node.status import Status
-from node.supervise import resident_bytes, run_stages
+from node.supervise import ProcessMeter, run_stages
 from node.transport.base import Transport
 
 __all__ = ["Node", "open_node"]
@@ -68,15 +68,17 @@ async def open_node(
     membership: Membership,
     stores: Stores,
     transport: Transport | None,
-    rss_bytes: Callable[[], int] = resident_bytes,
+    meter: Callable[[], tuple[int, int]] | None = None,
 ) -> Node:
     """A node of the configured role, not running yet: the one way for a real start and for a simulation.
-    `transport` is started, and closed by the node; without one it trains alone. `rss_bytes` tells the
-    resident memory of this process. Raises ConfigError for a follower without a network."""
+    `transport` is started, and closed by the node; without one it trains alone. `meter` tells resident bytes
+    and descriptors of this process, where it is not to be asked. Raises ConfigError for a follower without a
+    network."""
     common = Common(parts, runtime, membership, stores, transport)
+    meter = meter or ProcessMeter()
     if parts.learner is not None:
-        return Node(common, await open_trainer(common, parts.learner), rss_bytes)
-    return Node(common, open_follower(common), rss_bytes)
+        return Node(common, await open_trainer(common, parts.learner), meter)
+    return Node(common, open_follower(common), meter)
 
 
 class Node:
@@ -84,7 +86,7 @@ class Node:
     closed."""
 
     def __init__(
-        self, common: Common, role: TrainerRole | FollowerRole, rss_bytes: Callable[[], int]
+        self, common: Common, role: TrainerRole | FollowerRole, meter: Callable[[], tuple[int, int]]
     ) -> None:
         self.config = common.parts.config
         self.peers = common.peers
@@ -92,7 +94,7 @@ class Node:
         """The services that others than this class have a use for, by name."""
         self._common = common
         self._services = (*role.services, *common.network_services())
-        self._status = Status(common.runtime, self._services, role.rollout, rss_bytes)
+        self._status = Status(common.runtime, self._services, role.rollout, meter, role.finished)
         self._stop = asyncio.Event()
         self._reason = "steps done"
 
@@ -115,7 +117,7 @@ class Node:
             async with self._common.closing:
                 for service in self._services:
                     await service.start()
-                loops = {service.name: service.run() for service in self._services}
+                loops = {service.name: service.whole_run() for service in self._services}
                 await run_stages(
                     {**loops, "status": self._status.run(), "end": self._end()}, until=self._stop
                 )

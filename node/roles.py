@@ -115,7 +115,6 @@ class Common:
         sharing = WeightsSharing(
             self.runtime, self.membership, network, self.peers, self.parts.config.broadcast, self.home
         )
-        self.closing.callback(sharing.close)
         self.closing.push_async_callback(network.transport.close)
         return sharing
 
@@ -242,6 +241,7 @@ async def open_trainer(common: Common, learner: Learner) -> TrainerRole:
             Service(
                 name="train",
                 run=train.run,
+                finishes=True,
                 gauges=(weight.gauge, train.gauge, engine.gauge),
                 start=checkpoints.start,
                 stop=checkpoints.save,

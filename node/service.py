@@ -14,8 +14,13 @@ from typing import Any
 
 from node.events import Event, Health
 from node.supervise import StageGauge
+from protocol.errors import OurFault
 
-__all__ = ["Service"]
+__all__ = ["Service", "ServiceEndedError"]
+
+
+class ServiceEndedError(OurFault):
+    """A loop that runs for as long as the node has returned."""
 
 
 async def _nothing() -> None:
@@ -36,8 +41,9 @@ class Service:
 
     name: str
     run: Callable[[], Coroutine[Any, Any, None]]
-    """Its loop; an error in it ends the node. One that returns has finished its work, and the others go
-    on."""
+    """Its loop; an error in it ends the node."""
+    finishes: bool = False
+    """Whether the loop may return, its work done, while the others go on."""
     gauges: Sequence[StageGauge] = ()
     """Its rows in the strip of stages."""
     start: Callable[[], Awaitable[None]] = _nothing
@@ -50,3 +56,9 @@ class Service:
     """Events that are to be remembered of a node that ends."""
     health: Callable[[Health], Health] = _as_it_is
     """Its contribution to the node's health."""
+
+    async def whole_run(self) -> None:
+        """`run`. Raises ServiceEndedError when that returns and must not."""
+        await self.run()
+        if not self.finishes:
+            raise ServiceEndedError(f"the service {self.name!r} has ended by itself; that is a bug of ours")

@@ -12,10 +12,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from node.events import Health, StagesSeen
+from node.events import Health, NoticeLevel, StagesSeen
 from node.rollout.stage import RolloutStage
 from node.runtime import Runtime
 from node.service import Service
+from node.stalls import StallWatch
 from node.supervise import LoopLag
 
 __all__ = ["Status"]
@@ -26,19 +27,23 @@ HEALTH_EVERY = 2
 
 
 class Status:
-    """Snapshots of `services`, in their order, with the rollouts under way."""
+    """Snapshots of `services`, in their order, with the rollouts under way. `meter` gives this process's
+    resident bytes and open descriptors. Stages that stand still are told until `finished` is set."""
 
     def __init__(
         self,
         runtime: Runtime,
         services: Sequence[Service],
         rollout: RolloutStage,
-        rss_bytes: Callable[[], int],
+        meter: Callable[[], tuple[int, int]],
+        finished: asyncio.Event,
     ) -> None:
         self._runtime = runtime
         self._services = services
         self._rollout = rollout
-        self._rss_bytes = rss_bytes
+        self._meter = meter
+        self._finished = finished
+        self._gauges = [gauge for each in services for gauge in each.gauges]
         self._lag = LoopLag()
 
     async def run(self) -> None:
@@ -48,14 +53,20 @@ class Status:
             group.create_task(self._tell())
 
     async def _tell(self) -> None:
-        number = 0
+        stalls = StallWatch(self._gauges)
+        number, before_s = 0, self._runtime.monotonic_s()
         while True:
+            now_s = self._runtime.monotonic_s()
+            if not self._finished.is_set():  # else there is nothing more to do for most
+                for text in stalls.tick(now_s - before_s):
+                    self._runtime.notice(NoticeLevel.WARNING, text)
+            before_s = now_s
             if number and number % HEALTH_EVERY == 0:
                 self._runtime.emit(self.health())
             self._runtime.emit(
                 StagesSeen(
                     at=self._runtime.now_ms(),
-                    stages=tuple(gauge.status() for each in self._services for gauge in each.gauges),
+                    stages=tuple(gauge.status() for gauge in self._gauges),
                     rollouts_in_flight=self._rollout.in_flight,
                     tokens_sampled=self._rollout.sampled,
                 )
@@ -75,10 +86,13 @@ class Status:
 
     def health(self) -> Health:
         """How the node is now."""
+        rss_bytes, descriptors = self._meter()
         health = Health(
             at=self._runtime.now_ms(),
             loop_lag_p99_s=self._lag.p99_s(),
-            rss_bytes=self._rss_bytes(),
+            rss_bytes=rss_bytes,
+            descriptors=descriptors,
+            tasks=len(asyncio.all_tasks()),
             transport_restarts=0,
             sandbox_restarts=0,
             refused={},

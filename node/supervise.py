@@ -20,7 +20,7 @@ import psutil
 from node.clock import Clock
 from node.events import StageStatus
 
-__all__ = ["LoopLag", "StageGauge", "resident_bytes", "run_stages", "sole_cause"]
+__all__ = ["LoopLag", "ProcessMeter", "StageGauge", "run_stages", "sole_cause"]
 
 
 class StageGauge:
@@ -44,18 +44,25 @@ class StageGauge:
         self._idle = idle
         self._capacity = capacity
         self._depth = depth or (lambda: 0)
-        self._busy = 0
+        self.busy = 0
+        """Loops that are inside `working` now."""
+        self.progress = 0
+        """How often a piece of work began or ended, or a wait ended."""
+        self.stalled_s = 0.0
+        """How long it has stood still, while that is far longer than usual (`node/stalls.py`)."""
         self._waits: dict[object, tuple[str, float]] = {}
         self._idle_since_s: float | None = None
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
         """Mark one loop of the stage as working for the time of the block."""
-        self._busy += 1
+        self.busy += 1
+        self.progress += 1
         try:
             yield
         finally:
-            self._busy -= 1
+            self.busy -= 1
+            self.progress += 1
             self._idle_since_s = self._clock.monotonic_s()
 
     @contextlib.contextmanager
@@ -67,12 +74,13 @@ class StageGauge:
             yield
         finally:
             del self._waits[wait]
+            self.progress += 1
             self._idle_since_s = self._clock.monotonic_s()
 
     def status(self) -> StageStatus:
         """Snapshot for the stage strip."""
         waiting_for, waited_s = "", 0.0
-        if not self._busy:
+        if not self.busy:
             now_s = self._clock.monotonic_s()
             if self._idle_since_s is None:
                 self._idle_since_s = now_s  # not in __init__: virtual time needs its running loop
@@ -84,6 +92,7 @@ class StageGauge:
             capacity=self._capacity,
             waiting_for=waiting_for,
             waiting_s=round(waited_s, 3),
+            stalled_s=round(self.stalled_s, 3),
         )
 
 
@@ -110,9 +119,19 @@ class LoopLag:
         return ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
 
 
-def resident_bytes() -> int:
-    """Resident memory of this process."""
-    return int(psutil.Process().memory_info().rss)
+class ProcessMeter:
+    """Resident memory and open descriptors of this process. The reading before where the system gives none:
+    for want of a descriptor nobody may end a node that could go on."""
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self._read = (0, 0)
+
+    def __call__(self) -> tuple[int, int]:
+        """Bytes, and how many descriptors."""
+        with contextlib.suppress(OSError, psutil.Error):
+            self._read = self._process.memory_info().rss, self._process.num_fds()
+        return self._read
 
 
 async def run_stages(stages: Mapping[str, Coroutine[Any, Any, None]], *, until: asyncio.Event) -> None:
@@ -120,9 +139,9 @@ async def run_stages(stages: Mapping[str, Coroutine[Any, Any, None]], *, until: 
     returns.
 
     A stage that returns has finished its work; the others go on. One error of a stage's task group is raised
-    as itself.
+    as itself, with a note that names the stage.
     """
-    tasks = {asyncio.create_task(work, name=name) for name, work in stages.items()}
+    tasks = {asyncio.create_task(_named(name, work), name=name) for name, work in stages.items()}
     stop = asyncio.create_task(until.wait(), name="stop")
     try:
         pending = tasks | {stop}
@@ -136,6 +155,14 @@ async def run_stages(stages: Mapping[str, Coroutine[Any, Any, None]], *, until: 
         for task in tasks | {stop}:
             task.cancel()
         await asyncio.gather(*tasks, stop, return_exceptions=True)
+
+
+async def _named(name: str, work: Coroutine[Any, Any, None]) -> None:
+    try:
+        await work
+    except Exception as error:
+        error.add_note(f"in the stage {name!r}")
+        raise
 
 
 def sole_cause(error: BaseException) -> BaseException:

@@ -17,6 +17,7 @@ import os
 import socket
 import stat
 from collections import deque
+from io import FileIO
 from pathlib import Path
 
 from node.events import Evaluated, Event, NodeStarted, encode_event
@@ -59,12 +60,12 @@ class JsonlSink:
         self._max_bytes = max_bytes
         self._first_line = b""
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab", buffering=0)
+        self._file: FileIO | None = path.open("ab", buffering=0)
         self._bytes = os.fstat(self._file.fileno()).st_size
         self._torn = self._bytes > 0 and not _ends_with_newline(path)  # the last run was killed within a line
 
     def __call__(self, event: Event) -> None:
-        """Append `event`. Never raises for a disk that is full or gone."""
+        """Append `event`. Never raises for a disk that is full or gone, nor for want of descriptors."""
         line = encode_event(event)
         if isinstance(event, NodeStarted):
             self._first_line = line
@@ -76,10 +77,14 @@ class JsonlSink:
             self.lost_lines += 1
 
     def close(self) -> None:
-        """Close the file; later events are an error of the caller."""
-        self._file.close()
+        """Close the file; a later event would open it again."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     def _write(self, data: bytes) -> None:
+        if self._file is None:
+            self._file = self.path.open("ab", buffering=0)
         written = self._file.write(data)
         self._bytes += written
         self._torn = written != len(data)
@@ -87,9 +92,8 @@ class JsonlSink:
             raise OSError(f"{self.path}: {written} of {len(data)} bytes written")
 
     def _rotate(self) -> None:
-        self._file.close()
+        self.close()
         self.path.replace(self.path.with_name(self.path.name + ".1"))
-        self._file = self.path.open("ab", buffering=0)
         self._bytes = 0
         self._torn = False
         self._write(self._first_line)

@@ -80,10 +80,6 @@ class WeightsSharing:
         """From now on those that `providers(root)` names may have a blob, too."""
         self._more_providers.append(providers)
 
-    def close(self) -> None:
-        """Let the files go."""
-        self.store.close()
-
     def seen(self, owner: PeerId, policy_version: int, head: int, followers: int) -> WeightsSeen:
         """The snapshot for the screen."""
         return WeightsSeen(

@@ -82,5 +82,8 @@ def _table(facts: dict[str, Any]) -> Table:
     for stage in facts["stages"]:
         queue = f"{stage.queued}/{stage.capacity}" if stage.capacity else ""
         since = f"{stage.waiting_s:.1f} s" if stage.waiting_for else ""
-        table.add_row(stage.stage, queue, stage.waiting_for or "(not waiting)", since)
+        doing = stage.waiting_for or "(not waiting)"
+        if stage.stalled_s:
+            doing, since = f"{doing}: no progress, which is not usual", f"{stage.stalled_s:.1f} s"
+        table.add_row(stage.stage, queue, doing, since)
     return table

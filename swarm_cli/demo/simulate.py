@@ -122,4 +122,4 @@ class _Swarm:
             transport = self.network.transport(membership.peer_id, validate_record=validate)
             await transport.start()
         stores = memory_stores(clock.now_ms())
-        return await open_node(parts, runtime, membership, stores, transport, rss_bytes=lambda: 0)
+        return await open_node(parts, runtime, membership, stores, transport, meter=lambda: (0, 0))

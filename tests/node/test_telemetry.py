@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 import stat
@@ -119,6 +120,25 @@ def test_a_full_disk_costs_lines_and_nothing_else() -> None:
     sink(notice("x"))
     assert sink.lost_lines == 2
     sink.close()
+
+
+def test_a_file_that_cannot_be_opened_anew_is_opened_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonlSink(path, max_bytes=len(encode_event(STARTED)))
+    sink(STARTED)
+    with monkeypatch.context() as none_left:
+
+        def refuse(*args: object, **kwargs: object) -> None:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+        none_left.setattr(Path, "open", refuse)
+        sink(notice("no descriptor is left"))
+        assert sink.lost_lines == 1
+    sink(notice("now there is"))
+    sink.close()
+    assert [decode_event(line) for line in path.read_bytes().splitlines()] == [notice("now there is")]
 
 
 # --- socket -------------------------------------------------------------------------------------------------

@@ -236,7 +236,7 @@ class ToySwarm:
             self.clock, compute or InlineCompute(self.costs_s), EventBus(), random.Random(config.seed)
         )
         stores = stores or memory_stores(self.clock.now_ms())
-        node = await open_node(parts, runtime, membership, stores, transport, rss_bytes=lambda: 0)
+        node = await open_node(parts, runtime, membership, stores, transport, meter=lambda: (0, 0))
         toy = Toy(node, parts, membership, stores, transport)
         runtime.bus.subscribe(toy.events.append)
         self.toys.append(toy)

@@ -29,12 +29,15 @@ from protocol.chunks import (
     describe,
 )
 from protocol.codec import decode, encode
+from protocol.constants import MAX_CHAIN_LINKS
 from protocol.errors import DecodeError, LimitError, LocalProtocolError, OurFault, RemoteProtocolError
 from protocol.messages import ChunkedBlob, Digest
 
 __all__ = ["StoredBlob", "WeightsStore"]
 
 _MAX_DESCRIPTION_BYTES = 1024
+_MAX_BLOBS = 4 * MAX_CHAIN_LINKS
+"""Blobs in one folder: a byte limit alone lets versions of a tiny policy become a million files."""
 
 
 class StoredBlob:
@@ -49,7 +52,6 @@ class StoredBlob:
         self._path = path
         self._missing = set() if complete else set(range(self.count))
         self._sealed = complete
-        self._file: int | None = None
 
     @property
     def missing(self) -> int:
@@ -77,7 +79,8 @@ class StoredBlob:
             raise OurFault(f"chunk {index} of blob {self.blob.root[:12]} is not here")
         size = chunk_size(self.blob, index)
         try:
-            data = os.pread(self._open_file(), size, index * self.blob.chunk_bytes)
+            with self._opened() as file:
+                data = os.pread(file, size, index * self.blob.chunk_bytes)
         except OSError as error:
             raise OurFault(f"{self._path} cannot be read: {error.strerror}") from None
         if len(data) != size:
@@ -101,7 +104,8 @@ class StoredBlob:
         if index not in self._missing:
             return False
         try:
-            written = os.pwrite(self._open_file(), data, index * self.blob.chunk_bytes)
+            with self._opened() as file:
+                written = os.pwrite(file, data, index * self.blob.chunk_bytes)
         except OSError as error:
             raise OurFault(f"{self._path} cannot be written: {error.strerror}; free some disk") from None
         if written != len(data):
@@ -110,24 +114,33 @@ class StoredBlob:
         return True
 
     def seal(self) -> None:
-        """Make a complete blob durable, under its final name. Does nothing the second time."""
+        """Make a complete blob durable, under its final name. Does nothing the second time. Raises OurFault
+        when the disk does not take it."""
         if self._sealed:
             return
         if self._missing:
             raise LocalProtocolError(f"blob {self.blob.root[:12]} lacks {self.missing} chunks")
-        os.fsync(self._open_file())
-        sync(self._path.with_suffix(".hashes"))
         final = self._path.with_suffix(".blob")
-        self._path.rename(final)
-        self._path = final
-        sync(final.parent)
+        try:
+            sync(self._path)
+            sync(self._path.with_suffix(".hashes"))
+            self._path.rename(final)
+            self._path = final
+            sync(final.parent)
+        except OSError as error:
+            raise OurFault(f"{final} cannot be kept: {error.strerror}") from None
         self._sealed = True
 
     def data(self) -> memoryview:
-        """All bytes of a complete blob, mapped from disk rather than read."""
+        """All bytes of a complete blob, mapped from disk rather than read. Raises OurFault when the disk
+        fails."""
         if self._missing:
             raise LocalProtocolError(f"blob {self.blob.root[:12]} lacks {self.missing} chunks")
-        return memoryview(mmap.mmap(self._open_file(), self.blob.size, access=mmap.ACCESS_READ))
+        try:
+            with self._opened() as file:
+                return memoryview(mmap.mmap(file, self.blob.size, access=mmap.ACCESS_READ))
+        except OSError as error:
+            raise OurFault(f"{self._path} cannot be read: {error.strerror}") from None
 
     @contextmanager
     def used(self) -> Iterator[StoredBlob]:
@@ -138,23 +151,17 @@ class StoredBlob:
         finally:
             self.users -= 1
 
-    def close(self) -> None:
-        """Release the file; the next access opens it again."""
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
-
     def rescan(self) -> None:
         """Find out by hashing which chunks the file holds."""
-        for index in range(self.count):
-            size = chunk_size(self.blob, index)
-            data = os.pread(self._open_file(), size, index * self.blob.chunk_bytes)
-            if len(data) == size and chunk_hash(data) == self._hash(index):
-                self._missing.discard(index)
+        with self._opened() as file:
+            for index in range(self.count):
+                size = chunk_size(self.blob, index)
+                data = os.pread(file, size, index * self.blob.chunk_bytes)
+                if len(data) == size and chunk_hash(data) == self._hash(index):
+                    self._missing.discard(index)
 
     def remove(self) -> None:
         """Delete it from the disk."""
-        self.close()
         self._missing = set(range(self.count))
         for suffix in (".blob", ".part", ".hashes"):
             self._path.with_suffix(suffix).unlink(missing_ok=True)
@@ -162,10 +169,14 @@ class StoredBlob:
     def _hash(self, index: int) -> bytes:
         return self.hashes[HASH_BYTES * index : HASH_BYTES * (index + 1)]
 
-    def _open_file(self) -> int:
-        if self._file is None:
-            self._file = os.open(self._path, os.O_RDWR)
-        return self._file
+    @contextmanager
+    def _opened(self) -> Iterator[int]:
+        """The file, open for one access: a node keeps thousands of blobs, and has few descriptors."""
+        file = os.open(self._path, os.O_RDWR)
+        try:
+            yield file
+        finally:
+            os.close(file)
 
 
 class WeightsStore:
@@ -246,11 +257,6 @@ class WeightsStore:
         """Sizes of all blobs, incomplete ones counted as a whole."""
         return sum(stored.blob.size for blobs in (self._blobs, self._leftovers) for stored in blobs.values())
 
-    def close(self) -> None:
-        """Release all files."""
-        for stored in self._blobs.values():
-            stored.close()
-
     def _create(self, blob: ChunkedBlob, hashes: bytes) -> StoredBlob:
         self._make_room(blob)
         path = self._folder / f"{blob.root}.part"
@@ -266,14 +272,16 @@ class WeightsStore:
     def _make_room(self, blob: ChunkedBlob) -> None:
         self.require_small(blob)
         needed = self.held_bytes + blob.size - self.max_bytes
+        too_many = len(self._leftovers) + len(self._blobs) + 1 - _MAX_BLOBS
         leaving = []
         for blobs in (self._leftovers, self._blobs):
             for root, stored in blobs.items():
-                if needed <= 0:
+                if needed <= 0 and too_many <= 0:
                     break
                 if root not in self._pinned and not stored.users:
                     leaving.append((blobs, root))
                     needed -= stored.blob.size
+                    too_many -= 1
         if needed > 0:
             raise OurFault(
                 f"no room for a blob of {blob.size} bytes: those in use take {self.held_bytes} of the "

@@ -56,11 +56,11 @@ def _column(name: str, status: StageStatus | None, cells: int) -> tuple[Text, Te
     """Name with the time it waits, queue, and two lines that say for what."""
     if status is None:
         return Text(cut(name, cells), DIM), Text("–", DIM), Text(), Text()
-    if not status.waiting_for:
+    if not status.waiting_for and not status.stalled_s:
         return Text(cut(name, cells), f"bold {ACCENT}"), _queue(status, cells), Text("working", GOOD), Text()
-    style = WARN if status.waiting_s >= LONG_WAIT_S else DIM
-    first, second = _two_lines(status.waiting_for, cells)
-    waited = duration(status.waiting_s)
+    style = WARN if status.stalled_s or status.waiting_s >= LONG_WAIT_S else DIM
+    first, second = _two_lines(status.waiting_for or "one piece of work", cells)
+    waited = duration(status.stalled_s or status.waiting_s)
     title = Text.assemble((cut(name, cells), "bold"))
     if len(name) + 1 + len(waited) <= cells:
         title.append(f" {waited}", style)

@@ -252,4 +252,3 @@ class Member:
             self.task.cancel()
             await asyncio.gather(self.task, return_exceptions=True)
         await self.transport.close()
-        self.sharing.close()

@@ -1,8 +1,10 @@
-"""Blobs on disk: verified chunks, restarts, eviction."""
+"""Blobs on disk: verified chunks, restarts, eviction, few descriptors."""
 
 from __future__ import annotations
 
+import os
 import random
+from pathlib import Path
 
 import pytest
 
@@ -126,3 +128,27 @@ def test_rubbish_in_the_folder_is_deleted_and_never_served(tmp_path):
     store = WeightsStore(tmp_path, 1 << 20)
     assert store.get(BLOB.root) is not None
     assert sorted(path.stem for path in tmp_path.iterdir()) == [BLOB.root, BLOB.root]
+
+
+def test_a_blob_takes_a_descriptor_only_while_it_is_read_or_written(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    store = WeightsStore(tmp_path, 1 << 20)
+    for number in range(40):
+        stored = store.add(blob_of(number, 100))
+        assert stored.read(0) == bytes(stored.data()) == blob_of(number, 100)
+    part = store.open(BLOB, HASHES)
+    part.write(0, CHUNKS[0])
+    assert part.read(0) == CHUNKS[0]
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_small_blobs_are_bounded_in_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("node.weights.exchange.store._MAX_BLOBS", 10)
+    store = WeightsStore(tmp_path, 1 << 20)
+    first = store.add(blob_of(0, 100)).blob.root
+    store.pin([first])
+    for number in range(1, 30):
+        newest = store.add(blob_of(number, 100)).blob.root
+    assert len(list(tmp_path.iterdir())) == 2 * 10
+    assert store.get(first) is not None
+    assert store.get(newest) is not None
