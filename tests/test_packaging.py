@@ -155,7 +155,12 @@ def test_the_wheel_has_what_a_user_runs(wheel: Path) -> None:
 @pytest.mark.slow
 def test_the_wheel_has_nothing_that_only_developers_run(wheel: Path) -> None:
     assert sorted(path.name for path in wheel.iterdir() if not path.name.endswith(".dist-info")) == [*OURS]
-    for name in ("node/rollout/tiny.py", "swarm_cli/bench/broadcast", "swarm_cli/bench/staleness"):
+    for name in (
+        "node/rollout/tiny.py",
+        "swarm_cli/bench/broadcast",
+        "swarm_cli/bench/soak",
+        "swarm_cli/bench/staleness",
+    ):
         assert (ROOT / name).exists(), f"{name} is not here any more either"
         assert not (wheel / name).exists(), name
 

@@ -1,7 +1,7 @@
 """`swarm bench`: measurements that anybody can repeat, as one JSON object or a table.
 
 Each bench is a module of `swarm_cli/bench`, whose docstring says how it measures. Progress goes to stderr.
-`broadcast` and `staleness` are not part of the wheel: they need a source checkout.
+`broadcast`, `soak` and `staleness` are not part of the wheel: they need a source checkout.
 """
 
 from __future__ import annotations
@@ -257,6 +257,35 @@ def objectives(
         rows = report.pop("objectives")
         out.print(_table(report | rows))
     if report["passed"] is False and not quick:
+        raise typer.Exit(1)
+
+
+@app.command()
+def soak(
+    minutes: Annotated[
+        float | None, typer.Option(help="How long, once all nodes train.", min=1.0, show_default="30")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Three nodes for two minutes.")] = False,
+    json: JsonOption = False,
+) -> None:
+    """Real nodes through kills, a full disk and a wrong clock: what is lost, and what of them grows.
+
+    Exit codes: 0 all was kept, 1 a node ended by itself, lost or did twice what it must not, or grows, 2 wrong
+    input.
+    """
+    require_checkout("bench soak", "swarm_cli.bench.soak")
+    import dataclasses
+
+    from swarm_cli.bench.soak.bench import FULL, QUICK, bench_soak
+    from swarm_cli.demo.processes import signals_interrupt
+
+    size = QUICK if quick else FULL
+    if minutes is not None:
+        size = dataclasses.replace(size, seconds=60.0 * minutes)
+    with signals_interrupt():
+        report = bench_soak(size, err.print)
+    _print(report, json)
+    if not report["passed"]:
         raise typer.Exit(1)
 
 

@@ -17,12 +17,23 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
+import msgspec
+
 from node.events import Event, decode_event, inert
 from node.sandbox.linux import set_parent_death_signal
 from protocol.errors import SwarmError
 from swarm_cli.demo.plan import DemoRole, PlannedNode
 
-__all__ = ["DemoError", "EventTail", "check_alive", "running", "signals_interrupt", "stop"]
+__all__ = [
+    "DemoError",
+    "EventTail",
+    "check_alive",
+    "last_words",
+    "running",
+    "signals_interrupt",
+    "start_node",
+    "stop",
+]
 
 STOP_S = 8.0
 MAX_WORDS_CHARS = 400
@@ -40,7 +51,7 @@ class EventTail:
         self._offset = 0
 
     def read(self) -> list[Event]:
-        """Events completed since the last call."""
+        """Events completed since the last call. A line that a kill has cut short is left out."""
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:
@@ -48,7 +59,14 @@ class EventTail:
             data = file.read()
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
-        return [decode_event(line) for line in whole.splitlines()]
+        return [event for line in whole.splitlines() for event in _decoded(line)]
+
+
+def _decoded(line: bytes) -> list[Event]:
+    try:
+        return [decode_event(line)]
+    except msgspec.DecodeError:
+        return []
 
 
 @contextlib.contextmanager
@@ -77,7 +95,7 @@ def running(nodes: Sequence[PlannedNode]) -> Iterator[list[subprocess.Popen[byte
     """Start a process per node; on leaving, stop them all."""
     children: list[subprocess.Popen[bytes]] = []
     try:
-        children.extend(_start(node) for node in nodes)  # one by one: what has started is stopped
+        children.extend(map(_start, nodes))  # one by one: what has started is stopped
         yield children
     finally:
         stop(children)
@@ -85,9 +103,13 @@ def running(nodes: Sequence[PlannedNode]) -> Iterator[list[subprocess.Popen[byte
 
 def _start(node: PlannedNode) -> subprocess.Popen[bytes]:
     config = str(node.home.root / "node.json")
-    module = ["swarm_cli", "run", "--config", config]
     if node.role is DemoRole.LIAR:
-        module = ["swarm_cli.demo.liar_node", config]
+        return start_node(node, ("swarm_cli.demo.liar_node", config))
+    return start_node(node, ("swarm_cli", "run", "--config", config))
+
+
+def start_node(node: PlannedNode, module: Sequence[str]) -> subprocess.Popen[bytes]:
+    """Start `python -m <module>` for a node, in a group of its own; it ends when this process is gone."""
     # SWARM_... variables are in the configuration already, where the demo's own values replaced them.
     environment = {key: value for key, value in os.environ.items() if not key.startswith("SWARM_")}
     parent = os.getpid()
@@ -97,7 +119,7 @@ def _start(node: PlannedNode) -> subprocess.Popen[bytes]:
         if os.getppid() != parent:
             os._exit(1)
 
-    with _log(node).open("wb") as log:
+    with _log(node).open("ab") as log:
         return subprocess.Popen(
             [sys.executable, "-m", *module],
             stdin=subprocess.DEVNULL,
@@ -113,15 +135,20 @@ def _log(node: PlannedNode) -> Path:
     return node.home.root / "output.log"
 
 
+def last_words(node: PlannedNode) -> str:
+    """The last line that a node's process has printed, harmless."""
+    text = _log(node).read_text(encoding="utf-8", errors="replace")
+    words = [line.strip() for line in text.splitlines() if line.strip()] or ["none"]
+    return inert(words[-1].removeprefix("swarm: "), MAX_WORDS_CHARS)
+
+
 def check_alive(nodes: Sequence[PlannedNode], children: Sequence[subprocess.Popen[bytes]]) -> None:
     """Raise DemoError when a process has ended by itself with an error."""
     for node, child in zip(nodes, children, strict=True):
         if child.poll() not in (None, 0):
-            text = _log(node).read_text(encoding="utf-8", errors="replace")
-            words = [line.strip() for line in text.splitlines() if line.strip()] or ["none"]
-            last = inert(words[-1].removeprefix("swarm: "), MAX_WORDS_CHARS)
             raise DemoError(
-                f"{node.config.name} failed with exit code {child.returncode}, its last words: {last!r}; "
+                f"{node.config.name} failed with exit code {child.returncode}, "
+                f"its last words: {last_words(node)!r}; "
                 "--keep FOLDER keeps its whole log"
             )
 
