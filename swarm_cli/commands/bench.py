@@ -270,8 +270,8 @@ def soak(
 ) -> None:
     """Real nodes through kills, a full disk and a wrong clock: what is lost, and what of them grows.
 
-    Exit codes: 0 all was kept, 1 a node ended by itself, lost or did twice what it must not, or grows, 2 wrong
-    input.
+    Exit codes: 0 all was kept, 1 a node ended by itself, lost or did twice what it must not, or grows,
+    2 wrong input.
     """
     require_checkout("bench soak", "swarm_cli.bench.soak")
     import dataclasses
