@@ -12,27 +12,31 @@ So every answer comes from one version, and says which. The door counts requests
 made until their answer is sent; an answer that takes longer than DRAIN_S keeps the old version in service.
 `<name>` always means the newest; `<name>-v<n>` only that version, and is gone with it. Not for: generating
 rollouts, several models, or strangers: it listens on loopback, and elsewhere asks for a key. Only the paths
-in PATHS exist; vLLM's others (its key does not guard all of them) do not. An engine that dies ends the
-server.
+in PATHS exist; vLLM's others (its key does not guard all of them) do not. An engine that dies is started
+again, at first at once and then after growing pauses; until it answers, requests get 503.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import importlib.util
 import ipaddress
+import json
 import os
 import signal
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from node.config import NodeConfig
 from node.events import NoticeLevel
+from node.peers.backoff import Backoff
 from node.state.paths import Home
 from protocol.errors import AddressError, ConfigError, ModelError
 
@@ -43,7 +47,7 @@ if TYPE_CHECKING:
     from node.rollout.engine._vllm_process import VllmProcess
     from node.rollout.policy import Policy
 
-__all__ = ["KEY_VARIABLE", "PATHS", "Choice", "Door", "choose", "require_closed", "serve"]
+__all__ = ["KEY_VARIABLE", "PATHS", "Choice", "Door", "choose", "require_closed", "serve", "without_seed"]
 
 Notice = Callable[[str, str], None]
 """Gets a level (`info`, `warning`) and a sentence, on any thread."""
@@ -56,6 +60,12 @@ DRAIN_S = 60.0
 """For answers under way when there is a newer version; then the door opens again, for as long at least."""
 CLOSE_S = 5
 """For answers under way when the server ends."""
+RESTART_FIRST_S, RESTART_LONGEST_S = 1.0, 60.0
+"""Pauses before an engine that has died is started again."""
+LONG_LIFE_S = 300.0
+"""After which a death counts as the first one."""
+RETRY_S = 10
+"""When a client that got 503 may ask again."""
 NO_DEVELOPMENT = ("VLLM_SERVER_DEV_MODE", "VLLM_DEBUG_LOG_API_SERVER_RESPONSE")
 """Variables of vLLM that open more than an endpoint."""
 
@@ -81,29 +91,94 @@ def serve(
     with _bound(host, port) as listener, _interruptible():
         for name in NO_DEVELOPMENT:
             os.environ.pop(name, None)
-        from node.rollout.engine._vllm_process import VllmProcess, require_vllm
+        from node.rollout.engine._vllm_process import EngineDied, VllmProcess, require_vllm
         from node.rollout.policy import Policy
 
         require_vllm()
         base = Policy.open(policy or config.policy.folder(config.home))
-        chosen = choose(config, base, follow=policy is None)
-        notice(NoticeLevel.INFO, f"vLLM loads {chosen.folder}")
-        process = VllmProcess(
-            lambda *, on_cpu: _arguments(config, chosen.folder, base, on_cpu=on_cpu),
-            start_timeout_s=config.vllm.start_timeout_s,
-            deadline_s=config.vllm.deadline_s,
-            notice=notice,
-        )
-        try:
-            server = _Server(config, base, chosen, process, follow=policy is None, notice=notice)
+        follow = policy is None
+
+        def start() -> tuple[VllmProcess, _Server]:
+            chosen = choose(config, base, follow=follow, whole=True)
+            notice(NoticeLevel.INFO, f"vLLM loads {chosen.folder}")
+            process = VllmProcess(
+                lambda *, on_cpu: _arguments(config, chosen.folder, base, on_cpu=on_cpu),
+                start_timeout_s=config.vllm.start_timeout_s,
+                deadline_s=config.vllm.deadline_s,
+                notice=notice,
+            )
+            return process, _Server(config, base, chosen, process, follow=follow, notice=notice)
+
+        process, server = start()
+        pauses: Backoff[str] = Backoff(RESTART_FIRST_S, RESTART_LONGEST_S, max_keys=1)
+        while True:
+            began_s = time.monotonic()
             try:
                 process.run(server.run(listener, api_key))
                 process.raise_if_dead()
+                return
             except KeyboardInterrupt:
                 server.end()
                 raise
-        finally:
-            process.close()
+            except EngineDied as error:
+                if time.monotonic() - began_s > LONG_LIFE_S:
+                    pauses.succeeded("engine")
+                pause_s = pauses.failed("engine", time.monotonic())
+                notice(NoticeLevel.WARNING, f"{error}; it is started again in {pause_s:g} s")
+            finally:
+                process.close()
+            with _unavailable(listener):
+                time.sleep(pause_s)
+                process, server = start()
+
+
+@contextlib.contextmanager
+def _unavailable(listener: socket.socket) -> Iterator[None]:
+    """Answers every request with 503 meanwhile, on a thread."""
+    import uvicorn
+
+    server = uvicorn.Server(
+        uvicorn.Config(
+            _answer_503, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=1
+        )
+    )
+    thread = threading.Thread(
+        target=server.run, kwargs={"sockets": [listener.dup()]}, name="unavailable", daemon=True
+    )
+    thread.start()
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        thread.join(CLOSE_S)
+
+
+async def _answer_503(scope: Mapping[str, Any], receive: Any, send: Callable[[Any], Awaitable[None]]) -> None:
+    """An application that is not there for now, in the shape of OpenAI's errors."""
+    if scope["type"] != "http":
+        return
+    error = {"message": "the engine has died and is started again", "type": "unavailable", "code": 503}
+    headers = [(b"content-type", b"application/json"), (b"retry-after", b"%d" % RETRY_S)]
+    await send({"type": "http.response.start", "status": 503, "headers": headers})
+    await send({"type": "http.response.body", "body": json.dumps({"error": error}).encode()})
+
+
+def without_seed(generate: Callable[..., Any], told: Callable[[], None]) -> Callable[..., Any]:
+    """vLLM's `generate` for requests whose seed must not reach it; `told` is called for each that has one.
+
+    On a CPU, vLLM 0.32's runner rewinds a seeded request's random numbers when its prompt is computed in
+    pieces, which torch's CPU generator cannot, and the engine is gone.
+    """
+
+    @functools.wraps(generate)
+    def unseeded(prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(sampling_params, "seed", None) is not None:
+            sampling_params = sampling_params.clone()
+            sampling_params.seed = None
+            told()
+        return generate(prompt, sampling_params, *args, **kwargs)
+
+    return unseeded
 
 
 def require_closed(host: str, api_key: str) -> None:
@@ -126,15 +201,19 @@ class Choice:
     version: int
 
 
-def choose(config: NodeConfig, base: Policy, *, follow: bool = True) -> Choice:
+def choose(config: NodeConfig, base: Policy, *, follow: bool = True, whole: bool = False) -> Choice:
     """The newest complete checkpoint of the configured run that began with `base`, else `base` itself as
-    version 0. Without `follow` it is `base`, and a checkpoint keeps its version."""
+    version 0. Without `follow` it is `base`, and a checkpoint keeps its version. `whole`: of those whose
+    weights can be read."""
     from node.train.checkpoint import checkpoints_of, read_state
 
     kept = checkpoints_of(Home(config.home).run(config.run).checkpoints, base.base_model)
     for folder in kept if follow else [base.path]:
-        with contextlib.suppress(ModelError):  # pruned since, or no checkpoint
-            return Choice(folder, read_state(folder).policy_version)
+        with contextlib.suppress(ModelError):  # pruned since, no checkpoint, or broken
+            version = read_state(folder).policy_version
+            if whole:
+                _require_weights(folder)
+            return Choice(folder, version)
     return Choice(base.path, 0)
 
 
@@ -188,6 +267,9 @@ class _Server:
         self._base = base
         self._served = chosen
         self._engine = process.engine
+        self._told_seed = False
+        if process.on_cpu:
+            self._engine.generate = without_seed(self._engine.generate, self._tell_seed)
         self._follows = follow
         self._notice = notice
         self._mirror: Mirror | None = None
@@ -220,7 +302,7 @@ class _Server:
             self._door.open()
             listener.listen()  # from now on a client waits instead of being refused
             self._notice(NoticeLevel.INFO, f"{self._title()} answers at {_url(listener)}/v1; Ctrl-C ends it")
-            work = [asyncio.ensure_future(self._http.serve(sockets=[listener]))]
+            work = [asyncio.ensure_future(self._http.serve(sockets=[listener.dup()]))]
             if self._follows:
                 work.append(asyncio.ensure_future(self._follow()))
             try:
@@ -275,6 +357,12 @@ class _Server:
         self._names = app.state.openai_serving_models.base_model_paths
         self._rename()
         return app
+
+    def _tell_seed(self) -> None:
+        if not self._told_seed:
+            self._told_seed = True
+            text = "requests have a seed, which vLLM cannot keep on a CPU; they are answered without it"
+            self._notice(NoticeLevel.WARNING, text)
 
     def _title(self) -> str:
         return f"{self._config.name}-v{self._served.version}"
@@ -358,6 +446,17 @@ class _Server:
         self._served = newest
         self._rename()
         await self._engine.resume_generation()
+
+
+def _require_weights(folder: Path) -> None:
+    """Raise ModelError for a folder whose file of weights is not whole: its header says how long it is."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(folder / "model.safetensors", framework="numpy"):
+            return
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"its weights cannot be read: {error}") from error
 
 
 def _read_weights(folder: Path) -> Mapping[str, Tensor]:

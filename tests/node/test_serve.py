@@ -63,6 +63,13 @@ def test_the_newest_checkpoint_of_the_run(config: NodeConfig, policy: Policy) ->
     assert choose(config, policy, follow=False) == Choice(policy.path, 0)
 
 
+def test_a_broken_checkpoint_is_not_started_with(config: NodeConfig, policy: Policy) -> None:
+    whole, broken = checkpoint(config, policy, 3), checkpoint(config, policy, 4)
+    (broken / "model.safetensors").write_bytes(b"nothing")
+    assert choose(config, policy) == Choice(broken, 4)  # which then is told, and left out
+    assert choose(config, policy, whole=True) == Choice(whole, 3)
+
+
 def test_a_checkpoint_by_its_path_keeps_its_version(config: NodeConfig, policy: Policy) -> None:
     base = Policy.open(checkpoint(config, policy, 7))
     assert choose(config, base, follow=False) == Choice(base.path, 7)

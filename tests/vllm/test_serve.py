@@ -12,10 +12,12 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -210,6 +212,38 @@ def test_a_broken_checkpoint_is_left_out(endpoint: Endpoint, home: Path, policy:
     line = endpoint.next_line()
     assert "v5 is left out, robin-v4 stays: its weights cannot be read" in line
     assert endpoint.names() == ["robin-v4", "robin"]
+
+
+def test_seeds_of_many_clients_at_once_end_nothing(endpoint: Endpoint) -> None:
+    """Prompts that fill more than one batch are computed in pieces, where a seed would end the engine."""
+
+    def ask(number: int) -> int:
+        prompt = [5 + (number * 7 + place) % 90 for place in range(100)]
+        body = {"model": "robin", "prompt": prompt, "max_tokens": 4, "seed": number}
+        return endpoint.ask("/v1/completions", body)[0]
+
+    with ThreadPoolExecutor(24) as clients:
+        assert set(clients.map(ask, range(24))) == {200}
+    assert "requests have a seed" in endpoint.next_line()
+
+
+def test_an_engine_that_dies_is_started_again(endpoint: Endpoint) -> None:
+    (core,) = (
+        child
+        for child in psutil.Process(endpoint.process.pid).children(recursive=True)
+        if "EngineCore" in child.name() + " ".join(child.cmdline())
+    )
+    core.kill()
+    assert "it is started again in 1 s" in endpoint.next_line()
+    codes = set()
+    while (code := endpoint.ask("/v1/models")[0]) != 200:
+        codes.add(code)
+        time.sleep(0.2)
+    assert codes == {503}
+    while " answers at " not in endpoint.next_line():
+        pass
+    assert endpoint.names() == ["robin-v4", "robin"]
+    endpoint.answer(QUESTIONS[0])
 
 
 def test_ctrl_c_ends_it(endpoint: Endpoint) -> None:
