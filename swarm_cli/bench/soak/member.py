@@ -8,6 +8,7 @@ SIGUSR1 sets its clock an hour ahead, SIGUSR2 right again. Not for what happens 
 from __future__ import annotations
 
 import resource
+import runpy
 import signal
 import sys
 import time
@@ -36,10 +37,8 @@ def main(config: str) -> None:
     signal.signal(signal.SIGUSR1, wrong)
     signal.signal(signal.SIGUSR2, wrong)
     SystemClock.now_ms = now_ms  # type: ignore[method-assign]  # as if the machine's clock were set
-    from swarm_cli.app import main as swarm
-
     sys.argv = ["swarm", "run", "--config", config]
-    swarm()
+    runpy.run_module("swarm_cli", run_name="__main__")
 
 
 if __name__ == "__main__":
