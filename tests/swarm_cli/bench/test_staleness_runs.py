@@ -313,11 +313,16 @@ def test_a_process_that_dies_ends_the_lab(tmp_path: Path) -> None:
 def test_the_quick_mode_and_its_second_start(tmp_path: Path) -> None:
     path, said = tmp_path / "runs.jsonl", list[str]()
     assert QUICK.lags is not None
-    size = dataclasses.replace(QUICK, lags=dataclasses.replace(QUICK.lags, steps=16, lags=((0,), (4,))))
+    assert QUICK.swarm is not None
+    size = dataclasses.replace(
+        QUICK,
+        lags=dataclasses.replace(QUICK.lags, steps=8, lags=((0,), (2,))),
+        swarm=dataclasses.replace(QUICK.swarm, steps=6),
+    )
     report = bench_staleness(size, path, said.append)
     assert report["failures"] == []
     assert report["made"] == 2 * 2 * 2 + 2 * 2
-    assert [case["lag"] for case in report["lags"]["presets"][0]["lags"]] == ["0", "4"]
+    assert [case["lag"] for case in report["lags"]["presets"][0]["lags"]] == ["0", "2"]
     assert report["lags"]["presets"][0]["lags"][0]["retained"]["value"] == 1.0
     assert 0.1 < report["lags"]["presets"][0]["lags"][0]["area"]["value"] < 0.9
     again = bench_staleness(size, path, said.append)

@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 
+from protocol.charter import swarm_id
+from swarm_cli.demo.plan import DemoOptions, make_plan
+
 pytestmark = pytest.mark.slow
 
-STEPS = 4
+STEPS = 15
 DEADLINE_S = 110.0
 
 
@@ -49,27 +52,19 @@ def without_timings(value: Any) -> Any:
 
 
 @pytest.mark.timeout(300)
-def test_the_same_seed_gives_the_same_metrics_and_another_seed_does_not(tmp_path: Path) -> None:
-    first, first_metrics = simulate(tmp_path / "a", 1, "--nodes", "2")
-    again, again_metrics = simulate(tmp_path / "b", 1, "--nodes", "2")
+def test_the_same_seed_gives_the_same_metrics_of_nodes_and_followers(tmp_path: Path) -> None:
+    """In two processes: nothing hangs on a hash, a clock or an address."""
+    options = ("--nodes", "2", "--followers", "2")
+    first, first_metrics = simulate(tmp_path / "a", 1, *options)
+    again, again_metrics = simulate(tmp_path / "b", 1, *options)
     assert without_timings(again) == without_timings(first)
     assert without_timings(again_metrics) == without_timings(first_metrics)
     for node in first["nodes"]:
         assert node["steps"] == STEPS
         assert node["groups_local"] == 4 * STEPS
     assert any(node["groups_external"] for node in first["nodes"])
-    other, _ = simulate(tmp_path / "c", 2, "--nodes", "2")
-    assert without_timings(other) != without_timings(first)
 
-
-@pytest.mark.timeout(300)
-def test_followers_are_simulated_and_repeat_too(tmp_path: Path) -> None:
-    options = ("--nodes", "1", "--followers", "2", "--steps", "15")
-    first, first_metrics = simulate(tmp_path / "a", 1, *options)
-    again, again_metrics = simulate(tmp_path / "b", 1, *options)
-    assert without_timings(again) == without_timings(first)
-    assert without_timings(again_metrics) == without_timings(first_metrics)
-    (owner,) = first["nodes"]
+    owner = next(node for node in first["nodes"] if node["name"] == "wren")
     assert owner["groups_followers"] > 0
     assert owner["staleness_followers"] > 0
     published = {
@@ -78,6 +73,15 @@ def test_followers_are_simulated_and_repeat_too(tmp_path: Path) -> None:
         if event["type"] == "VersionPublished"
     }
     for follower in first["followers"]:
-        assert follower["version"] == 15
-        assert follower["digest"] == published[15]
+        assert follower["version"] == STEPS
+        assert follower["digest"] == published[STEPS]
         assert follower["accepted"] > 0
+
+
+def test_another_seed_is_another_swarm(tmp_path: Path) -> None:
+    first, second = (make_plan(DemoOptions(seed=seed), tmp_path / str(seed), {}) for seed in (1, 2))
+    assert swarm_id(first.charter) != swarm_id(second.charter)
+    assert {node.identity.peer_id for node in first.nodes}.isdisjoint(
+        node.identity.peer_id for node in second.nodes
+    )
+    assert {node.config.seed for node in first.nodes}.isdisjoint(node.config.seed for node in second.nodes)
