@@ -12,11 +12,9 @@ templates and tokens (the policy's own). Imports neither torch nor transformers;
 from __future__ import annotations
 
 import copy
-import difflib
 import functools
 import hashlib
 import importlib.util
-import inspect
 import random
 import re
 import threading
@@ -30,6 +28,7 @@ import msgspec
 
 from node.environment.answers import ANSWER_KEY, AnswerRule
 from node.environment.scan import evaluates_answers
+from node.environment.schema import checked_config, nearest
 from protocol.errors import ConfigError
 from protocol.messages import EnvironmentSpec
 
@@ -179,7 +178,7 @@ def _open(name: str, config: Mapping[str, object]) -> Environment:
 
 def _unknown(name: str, own: list[str]) -> ConfigError:
     known = [_PREFIX + task for task in reasoning_gym_tasks()]
-    return ConfigError(f"unknown environment {name!r}; {_nearest(name, [*own, *known])}")
+    return ConfigError(f"unknown environment {name!r}; {nearest(name, [*own, *known])}")
 
 
 class _Told:
@@ -217,15 +216,20 @@ class ReasoningGymEnvironment:
     def __init__(self, task: str, config: Mapping[str, object]) -> None:
         tasks = reasoning_gym_tasks()
         if task not in tasks:
-            raise ConfigError(f"unknown reasoning-gym task {task!r}; {_nearest(task, list(tasks))}")
+            raise ConfigError(f"unknown reasoning-gym task {task!r}; {nearest(task, list(tasks))}")
         self.name = _PREFIX + task
         self.evaluates_answers = evaluates_answers(task, tasks[task][0])
         self.reproducible = task not in _HASH_ORDER_TASKS
         self._task = task
-        self._config = _checked_config(task, config)
+        self._config = _checked(task, config)
         self._seed_mask = 2 ** _SEED_BITS.get(task, 63) - 1
         self._dataset = self._create(0)
-        self._reseedable = self._is_reseedable()
+        self._reseedable = False
+        try:
+            self._reseedable = self._is_reseedable()
+            self.prompt(0, 0)
+        except Exception as error:  # a combination that its class lets pass
+            raise self._refused(error) from error
 
     def prompt(self, seed: int, index: int) -> Prompt:
         """See `Environment.prompt`. reasoning-gym adds seed and index; here both are hashed into one seed."""
@@ -251,8 +255,12 @@ class ReasoningGymEnvironment:
         try:
             with _guarded_global_random(made_with):
                 return create_dataset(self._task, seed=made_with, size=1, **self._config)
-        except (AssertionError, ValueError, TypeError, KeyError) as error:
-            raise ConfigError(f"{self.name} refuses the config {self._config}: {error}") from error
+        except Exception as error:  # of a third party's code
+            raise self._refused(error) from error
+
+    def _refused(self, error: Exception) -> ConfigError:
+        cause = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        return ConfigError(f"{self.name} refuses the config {self._config}: {cause}")
 
     def _entry(self, made_with: int) -> dict[str, Any]:
         dataset = self._reseeded(made_with) if self._reseedable else self._create(made_with)
@@ -352,22 +360,11 @@ def reasoning_gym_tasks() -> dict[str, tuple[type, type]]:
     return dict(DATASETS)
 
 
-def _checked_config(task: str, config: Mapping[str, object]) -> dict[str, Any]:
-    fields = set(inspect.signature(reasoning_gym_tasks()[task][1]).parameters) - {"seed", "size"}
-    for key in config:
-        if key in {"seed", "size"}:
-            raise ConfigError(f"{_PREFIX}{task}: {key!r} is set by the prompt derivation, not by config")
-        if key not in fields:
-            raise ConfigError(f"{_PREFIX}{task} has no setting {key!r}; {_nearest(key, sorted(fields))}")
-    checked = dict(config)
+def _checked(task: str, config: Mapping[str, object]) -> dict[str, Any]:
+    """What the task's class is made with."""
+    checked = checked_config(task, config)
     if task == "composite":
         from reasoning_gym.composite import DatasetSpec
 
-        parts: Any = checked.get("datasets") or ()
-        checked["datasets"] = [DatasetSpec(**part) if isinstance(part, Mapping) else part for part in parts]
+        checked["datasets"] = [DatasetSpec(**part) for part in checked["datasets"]]
     return checked
-
-
-def _nearest(name: str, valid: list[str]) -> str:
-    close = difflib.get_close_matches(name, valid, n=1, cutoff=0.0)
-    return f"the nearest valid name is {close[0]!r}" if close else "there are none"
