@@ -34,13 +34,13 @@ __all__ = [
     "suspect",
 ]
 
-BLAMELESS_REASONS = frozenset({"duplicate", "environment_mismatch", "future", "stale"})
+BLAMELESS_REASONS = frozenset({"copied", "duplicate", "environment_mismatch", "future", "stale"})
 """Refusals that say nothing against the author: a slow network, a wrong clock or another version of a task
-brings them about. Failures of our own sandbox are blameless as well; `Verdict.blames_author` covers both."""
-UNCERTAIN_REASONS = frozenset({"copied", "scorer_memory", "scorer_timeout"})
-"""Refused, but an honest peer can get here: a late joiner may hear a copy before its original (seen in a run,
-where the original's author was put into quarantine), and a slow machine may miss the scorer's deadline. A
-soft failure."""
+brings them about. `copied` is one: whose announcement came first is a race that an author may lose against
+its own copier, so losing it costs the group and no trust. Failures of our own sandbox are blameless as well;
+`Verdict.blames_author` covers both."""
+UNCERTAIN_REASONS = frozenset({"scorer_memory", "scorer_timeout"})
+"""Refused, but an honest peer can get here: a slow machine may miss the scorer's deadline. A soft failure."""
 
 
 class Decision(StrEnum):

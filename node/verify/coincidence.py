@@ -59,6 +59,8 @@ class GroupPrint:
     lineage: Lineage
     window: int
     slot: int
+    prompt: int
+    """Its index in the universe."""
     arrived_at: int
     rollouts: tuple[RolloutPrint, ...] = field(repr=False)
 
@@ -70,6 +72,7 @@ def print_group(group: RolloutGroup, tokens: Sequence[TokenArrays], arrived_at: 
         lineage=group.lineage,
         window=group.prompt.window,
         slot=group.prompt.slot,
+        prompt=group.prompt.index,
         arrived_at=arrived_at,
         rollouts=tuple(
             RolloutPrint(

@@ -2,9 +2,10 @@
 
 A bounded index of prints (`coincidence.py`) of own and accepted groups, by the token ids of their rollouts. A
 candidate is compared with the groups that share half of its completions; enough evidence, and it is `copied`
-(another author's) or `replayed` (its own, from another slot). Only bodies that were served count: an
-announcement alone accuses nobody, since its digest is bound to its author (`protocol/receipts.py`). A print
-enters when all checks have passed, so a refused group accuses nobody.
+(another author's, of the same prompt) or `replayed` (its own, from another slot). To another prompt a stolen
+text is an answer like any other, scored there; it must not stand in its author's way. Only bodies that were
+served count: an announcement alone accuses nobody, since its digest is bound to its author
+(`protocol/receipts.py`). A print enters when all checks have passed, so a refused group accuses nobody.
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ class Copies:
         """See `Check.check`."""
         own = print_group(item.group, item.tokens, item.arrived_at)
         for earlier in self._earlier(own):
+            if earlier.author != own.author and earlier.prompt != own.prompt:
+                continue
             if evidence_nats(own, earlier) >= COPY_NATS:
                 return reject("replayed" if earlier.author == own.author else "copied")
         return ACCEPT

@@ -2,13 +2,15 @@
 
 For: equivocation (one group per author, window and slot), duplicates and the skip share. Filled by
 `Verifier.observe` from every announcement whose slot is genuine, bodies or not. Per author at most
-`slots_per_window` entries of the few windows that are still fresh; the author whose last receipt is oldest
-leaves first. Not for versions: those are in the book about peers.
+`slots_per_window` entries of the few windows that are still fresh. Peers that have earned trust and strangers
+have a shelf each, on which the author whose last receipt is oldest leaves first: identities are free, so a
+flood of them displaces strangers only. Not for versions: those are in the book about peers.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from cachetools import FIFOCache
@@ -19,6 +21,7 @@ from protocol.messages import Announcement, PeerId
 __all__ = ["Ledger"]
 
 MAX_AUTHORS = 512
+"""On each shelf."""
 
 
 @dataclass(slots=True)
@@ -27,21 +30,36 @@ class _Slot:
     judged: bool = False
 
 
-class Ledger:
-    """Receipts by author, window and slot. `max_windows` bounds how many windows of an author are kept."""
+_Windows = dict[int, dict[int, _Slot]]
+"""Slots by window and number."""
 
-    def __init__(self, max_windows: int, max_authors: int = MAX_AUTHORS) -> None:
+
+class Ledger:
+    """Receipts by author, window and slot. `max_windows` bounds how many windows of an author are kept,
+    `has_standing` says who is no stranger."""
+
+    def __init__(
+        self,
+        max_windows: int,
+        has_standing: Callable[[PeerId], bool],
+        max_authors: int = MAX_AUTHORS,
+    ) -> None:
         self._max_windows = max_windows
-        self._windows: FIFOCache[PeerId, dict[int, dict[int, _Slot]]] = FIFOCache(max_authors)
-        """By author: slots by window and number."""
+        self._has_standing = has_standing
+        self._known: FIFOCache[PeerId, _Windows] = FIFOCache(max_authors)
+        self._strangers: FIFOCache[PeerId, _Windows] = FIFOCache(max_authors)
 
     def __len__(self) -> int:
-        return sum(len(slots) for windows in self._windows.values() for slots in windows.values())
+        shelves = (*self._known.values(), *self._strangers.values())
+        return sum(len(slots) for windows in shelves for slots in windows.values())
 
     def claim(self, sender: PeerId, announcement: Announcement) -> bool:
         """Enter the slot's first receipt. False when the slot already has a different one. Repeating is
         harmless."""
-        windows = self._windows[sender] = self._windows.get(sender, {})
+        windows = self._of(sender)
+        self._known.pop(sender, None)
+        self._strangers.pop(sender, None)
+        (self._known if self._has_standing(sender) else self._strangers)[sender] = windows
         prompt = announcement.prompt
         slots = windows.setdefault(prompt.window, {})
         while len(windows) > self._max_windows:
@@ -66,8 +84,11 @@ class Ledger:
 
     def slots_seen(self, sender: PeerId, window: int) -> tuple[int, ...]:
         """The slots of a window for which this author gave a receipt, ascending."""
-        return tuple(sorted(self._windows.get(sender, {}).get(window, ())))
+        return tuple(sorted(self._of(sender).get(window, ())))
+
+    def _of(self, sender: PeerId) -> _Windows:
+        return self._known.get(sender) or self._strangers.get(sender) or {}
 
     def _slot(self, sender: PeerId, announcement: Announcement) -> _Slot | None:
         prompt = announcement.prompt
-        return self._windows.get(sender, {}).get(prompt.window, {}).get(prompt.slot)
+        return self._of(sender).get(prompt.window, {}).get(prompt.slot)

@@ -1,8 +1,9 @@
 """From groups to one batch of padded tensors, with the weight of each source.
 
 L = sum over sources of lambda_src L_src. lambda is 1 for the own source (this node) and `external_weight` x
-(groups of the peer / all external groups) for a peer. Trust scales numerators; lag and age have gated before.
-The trainer divides by each source's own tokens or rollouts, as the objective's aggregation says
+min(1, groups of the peer / own groups) for a peer: a group weighs the same whoever made it, and no peer more
+than this node. Trust scales numerators; lag and age have gated before. The trainer
+divides by each source's own tokens or rollouts, as the objective's aggregation says
 (`node/train/objectives/aggregation.py`). Not for ratios and clips (`node/train/objectives`).
 
 Each group is checked once, here (`check_group`). A bad external one is left out and named in `refused`; a bad
@@ -12,6 +13,7 @@ Letters: B rollouts, L prompt + completion (right-padded), T completion, S sourc
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -169,12 +171,11 @@ def _usable(
 def _lambdas(
     groups: Sequence[TrainingGroup], sources: Sequence[str], external_weight: float
 ) -> tuple[float, ...]:
-    external = sum(group.source != OWN_SOURCE for group in groups)
+    """By number of groups. Without own ones (in the lab) each peer counts fully."""
+    count = Counter(group.source for group in groups)
+    own = max(count[OWN_SOURCE], 1)
     return tuple(
-        1.0
-        if source == OWN_SOURCE
-        else external_weight * sum(group.source == source for group in groups) / external
-        for source in sources
+        1.0 if source == OWN_SOURCE else external_weight * min(1.0, count[source] / own) for source in sources
     )
 
 

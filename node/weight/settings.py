@@ -37,8 +37,8 @@ class WeightSettings:
     external_wait_s: float = 2.0
     """How long a step waits for peers' groups."""
     external_weight: float = 1.0
-    """Weight of all external sources together against the own source (1): lambda of a peer is this times its
-    share of the external groups."""
+    """Weight of a peer's group against an own one (1): lambda of a peer is this times its groups per own
+    group, at most 1."""
     advantage: Literal["dr_grpo", "gapo", "grpo", "mad", "max_rl", "mc_grpo", "rloo"] = "grpo"
     """Advantage inside one group."""
     force: Treatment | None = None

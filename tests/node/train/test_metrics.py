@@ -99,8 +99,8 @@ def test_each_source_and_each_kind_has_its_tokens_apart(batch: TrainingBatch) ->
     assert own.gap == pytest.approx(2 * math.log(2) / 4)
     assert own.k1 == pytest.approx(0.0, abs=rounding(4))
     assert own.k3 == pytest.approx(((2 - 1 - math.log(2)) + (0.5 - 1 + math.log(2))) / 4)
-    # lambda is 1 for the own source and shared by the two others
-    assert (own.weight, follower.weight, peer.weight) == (1.0, 0.25, 0.5)
+    # lambda is 1 for the own source, and a group of a peer's for each own one
+    assert (own.weight, follower.weight, peer.weight) == (1.0, 0.5, 1.0)
     kinds = by_kind(batch, sums, 9)
     assert [share.source for share in kinds] == ["own", "follower", "foreign"]
     for kind, source in zip(kinds, (own, follower, peer), strict=True):
@@ -135,7 +135,7 @@ def test_a_bucket_begins_at_its_own_lag(
 def test_several_peers_of_a_kind_are_one_and_a_peer_may_be_of_two(
     policy: Policy, make_training_group: Callable[..., Any]
 ) -> None:
-    """`a` has followed, and trains now: one group of each kind. `b` trains, with a third of the lambdas."""
+    """`a` has followed, and trains now: one group of each kind. `b` trains. Each weighs 1."""
     groups = [
         make_training_group(rollouts=(of_tokens(2),), size=1, advantages=(1.0,)),
         make_training_group(
@@ -154,7 +154,7 @@ def test_several_peers_of_a_kind_are_one_and_a_peer_may_be_of_two(
     own, follower, foreign = by_kind(batch, sums, 0)
     assert [(share.groups, share.tokens) for share in (own, follower, foreign)] == [(1, 2), (1, 2), (2, 4)]
     assert foreign.kept == 0.75
-    assert (follower.weight, foreign.weight) == (pytest.approx(1 / 3), pytest.approx(1 / 3 * 0.5 + 1 / 3))
+    assert (follower.weight, foreign.weight) == (0.5, 0.5 * 0.5 + 1.0)
 
 
 def test_rows_without_a_finite_advantage_count_as_dropped(batch: TrainingBatch) -> None:

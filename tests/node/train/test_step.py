@@ -69,7 +69,7 @@ def test_loss_is_the_sum_of_source_means(policy: Policy, groups: list[Any]) -> N
                 sums[group.source] -= group.trust * min(ratio * advantage, clipped * advantage)
                 tokens[group.source] += 1
     expected = sum(
-        weight * sums[source] / tokens[source] for source, weight in (("own", 1), ("a", 1 / 3), ("b", 1 / 6))
+        weight * sums[source] / tokens[source] for source, weight in (("own", 1), ("a", 1 / 2), ("b", 1 / 4))
     )
     report = Trainer(policy, settings).step(collate(groups, settings.weight, policy))
     # Log-probabilities of up to 5 nats decide the ratios, which are added.
@@ -235,8 +235,8 @@ def test_source_shares(policy: Policy, batch: TrainingBatch) -> None:
     assert [share.source for share in (own, a, b)] == ["own", "a", "b"]
     assert [share.groups for share in (own, a, b)] == [2, 2, 1]
     assert own.weight == 1.0
-    assert a.weight == pytest.approx(2 / 3 * 0.75)  # lambda times mean trust
-    assert b.weight == pytest.approx(1 / 3 * 0.9)
+    assert a.weight == pytest.approx(0.75)  # lambda times mean trust
+    assert b.weight == pytest.approx(1 / 2 * 0.9)
     for share in (own, a, b):
         assert 0 <= share.kept <= 1
         assert 0 <= share.ess <= 1 + 1e-6

@@ -109,6 +109,30 @@ def test_a_refused_group_accuses_nobody(world, alice, bob):
     assert verifier.judge(candidate(group, EPOCH_MS + 1)).accepted
 
 
+def test_announcing_anothers_answers_first_accuses_nobody(world, alice, bob):
+    """A copier that is always 40 ms ahead, and never serves a body."""
+    verifier = world.verifier()
+    for mine, theirs in world.shared_slots(alice, bob):
+        group = world.group(alice, slot=mine, version=2)
+        copy = replace(group, author=bob, lineage=world.lineage(bob), prompt=world.prompt(bob, theirs))
+        assert verifier.observe(candidate(copy, EPOCH_MS).heard).reason == ""
+        assert verifier.judge(candidate(group, EPOCH_MS + 40)).accepted
+        assert verifier.judge(candidate(copy, EPOCH_MS + 80)).reason == "copied"
+
+
+def test_a_stolen_text_for_another_prompt_does_not_stand_in_its_authors_way(world, alice, bob):
+    """Served, first, and scored as the poor answer to the copier's own prompt that it is."""
+    verifier = world.verifier()
+    theirs = world.group(bob, version=2)
+    slot = next(slot for slot in range(8) if world.prompt(alice, slot).index != theirs.prompt.index)
+    group = world.group(alice, slot=slot, version=2)
+    stolen = tuple(
+        replace(each, reward=float(each.text == str(theirs.prompt.index))) for each in group.rollouts
+    )
+    assert verifier.judge(candidate(replace(theirs, rollouts=stolen), EPOCH_MS)).accepted
+    assert verifier.judge(candidate(group, EPOCH_MS + 40)).accepted
+
+
 def test_our_own_completions_come_back_as_a_copy(world, alice, bob):
     verifier = world.verifier()
     mine, theirs = world.shared_slots(alice, bob)[0]

@@ -14,6 +14,7 @@ from tests.node.verify.world import (
     candidate,
     heard,
     item_at,
+    nobody,
 )
 
 replace = msgspec.structs.replace
@@ -24,7 +25,11 @@ def item_of(world: World, group: RolloutGroup) -> Item:
 
 
 def slot_check(world: World, ledger: Ledger | None = None) -> SlotDerivation:
-    return SlotDerivation(world.charter, world.swarm_id, Ledger(max_windows=8) if ledger is None else ledger)
+    return SlotDerivation(
+        world.charter,
+        world.swarm_id,
+        Ledger(max_windows=8, has_standing=nobody) if ledger is None else ledger,
+    )
 
 
 def test_only_the_derived_index_of_an_existing_slot(world, alice, bob):
@@ -61,7 +66,7 @@ def test_a_second_different_answer_is_equivocation(world, alice):
 
 
 def test_the_same_group_is_a_duplicate(world, alice):
-    ledger = Ledger(max_windows=8)
+    ledger = Ledger(max_windows=8, has_standing=nobody)
     item = item_of(world, world.group(alice))
     slot_check(world, ledger).check(item)
     duplicate = Duplicate(ledger)
@@ -71,7 +76,7 @@ def test_the_same_group_is_a_duplicate(world, alice):
 
 
 def test_skipping_is_suspicious_only_beyond_the_charters_share_and_a_few_slots(world, alice):
-    ledger = Ledger(max_windows=8)
+    ledger = Ledger(max_windows=8, has_standing=nobody)
     check = SkipShare(world.charter, ledger)
     group = world.group(alice)
 

@@ -133,7 +133,7 @@ def test_a_false_reward_is_a_hard_failure_and_our_rewards_are_shown() -> None:
     bench(test)
 
 
-def test_a_copy_is_soft_evidence_only() -> None:
+def test_who_loses_by_arrival_loses_no_trust() -> None:
     async def test(bench: Bench) -> None:
         (slot, copied_slot), *_ = bench.world.shared_slots(ALICE, MALLORY)
         original = bench.world.group(ALICE, slot=slot, base="same")
@@ -146,8 +146,8 @@ def test_a_copy_is_soft_evidence_only() -> None:
         )
         event = await bench.take(candidate(copy, arrived_at=EPOCH_MS + 1))
         assert (event.accepted, event.reason) == (False, "copied")
-        assert bench.standing(MALLORY) == (0.0, 1.0, 0.0)
-        assert not bench.peers.quarantined(MALLORY)
+        assert bench.standing(MALLORY) == (0.0, 0.0, 0.0)
+        assert bench.rejected(MALLORY) == {"copied": 1}
         assert len(bench.pool) == 1
 
     bench(test)

@@ -79,6 +79,11 @@ class FixedClock:
         return self.now / 1000
 
 
+def nobody(peer_id: PeerId) -> bool:
+    """Has earned trust."""
+    return False
+
+
 def item_at(index: int) -> Prompt:
     return Prompt(ENVIRONMENT, f"Say the number {index}.", seed=index * SEED_STEP, index=0, entry={})
 

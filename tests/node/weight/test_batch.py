@@ -72,20 +72,31 @@ def test_each_source_has_its_own_denominator(policy: Policy, make_training_group
     ]
     batch = collate(groups, WeightSettings(external_weight=0.6), policy)
     assert batch.sources == ("own", "a", "b")
-    # three external groups: a has two thirds of 0.6, b one third
-    assert batch.lambda_S == pytest.approx((1.0, 0.4, 0.2))
+    # one own group: b has as many, and a, with two, is held at this node's weight
+    assert batch.lambda_S == pytest.approx((1.0, 0.6, 0.6))
     tokens_a = sum(lengths(groups[1]) + lengths(groups[2]))
     scale = loss_scales(batch, SETTINGS).tolist()
     assert scale[0:4] == pytest.approx([1 / sum(lengths(groups[0]))] * 4)
-    assert scale[4:8] == pytest.approx([0.4 * 0.5 / tokens_a] * 4)  # trust is in no denominator
-    assert scale[8:12] == pytest.approx([0.4 / tokens_a] * 4)
-    assert scale[12:16] == pytest.approx([0.2 / sum(lengths(groups[3]))] * 4)
+    assert scale[4:8] == pytest.approx([0.6 * 0.5 / tokens_a] * 4)  # trust is in no denominator
+    assert scale[8:12] == pytest.approx([0.6 / tokens_a] * 4)
+    assert scale[12:16] == pytest.approx([0.6 / sum(lengths(groups[3]))] * 4)
 
 
-def test_external_groups_weigh_the_same_however_many(policy: Policy, make_training_group: Make) -> None:
-    for count in (1, 3, 6):
-        groups = [make_training_group(seed=0), *(make_training_group(f"p{i}", seed=i) for i in range(count))]
-        assert sum(collate(groups, SETTINGS.weight, policy).lambda_S) == pytest.approx(2.0)
+@pytest.mark.parametrize(
+    ("sources", "expected"),
+    [
+        ("a", (1.0, 0.25)),  # a single foreign group weighs an own one, not four
+        ("abcd", (1.0, 0.25, 0.25, 0.25, 0.25)),
+        ("aabc", (1.0, 0.5, 0.25, 0.25)),
+        ("aaaa", (1.0, 1.0)),
+        ("aaaaaab", (1.0, 1.0, 0.25)),  # no peer weighs more than this node
+    ],
+)
+def test_peers_weigh_by_the_number_of_their_groups(
+    policy: Policy, make_training_group: Make, sources: str, expected: tuple[float, ...]
+) -> None:
+    groups = [make_training_group(source, seed=seed) for seed, source in enumerate(["own"] * 4 + [*sources])]
+    assert collate(groups, SETTINGS.weight, policy).lambda_S == expected
 
 
 def test_rollout_means(policy: Policy, make_training_group: Make) -> None:
