@@ -18,7 +18,7 @@ import importlib.util
 import random
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -28,7 +28,7 @@ import msgspec
 
 from node.environment.answers import ANSWER_KEY, AnswerRule
 from node.environment.scan import evaluates_answers
-from node.environment.schema import checked_config, nearest
+from node.environment.schema import checked_config, known_tasks, nearest
 from protocol.errors import ConfigError
 from protocol.messages import EnvironmentSpec
 
@@ -42,8 +42,10 @@ __all__ = [
     "Score",
     "item_seed",
     "open_environment",
+    "package_paths",
     "pin",
     "reasoning_gym_tasks",
+    "registered",
 ]
 
 ENTRY_POINT_GROUP = "murmuration.environments"
@@ -115,12 +117,19 @@ DEMO_ENVIRONMENTS: tuple[EnvironmentSpec, ...] = (
 """The tasks of `swarm demo`, within reach of 0.3 M parameters. No constant answer scores above 0.1 on any."""
 
 
-def open_environment(name: str, config: Mapping[str, object]) -> Environment:
+def registered() -> dict[str, metadata.EntryPoint]:
+    """The environments of installed packages, by name. Imports nothing foreign."""
+    return {entry.name: entry for entry in metadata.entry_points(group=ENTRY_POINT_GROUP)}
+
+
+def open_environment(
+    name: str, config: Mapping[str, object], own: Mapping[str, metadata.EntryPoint] | None = None
+) -> Environment:
     """Open `reasoning_gym/<task>`, or a registered environment by its entry point's name. The reserved key
     `answer` of the config says where in a completion the answer stands (`AnswerRule`). Raises ConfigError."""
     settings = dict(config)
     rule = _answer_rule(name, settings.pop(ANSWER_KEY, AnswerRule.WHOLE))
-    environment = _open(name, settings)
+    environment = _open(name, settings, registered() if own is None else own)
     return environment if rule is AnswerRule.WHOLE else _Told(environment, rule)
 
 
@@ -133,18 +142,34 @@ def pin(name: str) -> str:
             return f"reasoning-gym=={metadata.version('reasoning-gym')}"
         except metadata.PackageNotFoundError as error:
             raise ConfigError(f"reasoning-gym, of which {name} is a task, is not installed") from error
-    entries = {entry.name: entry for entry in metadata.entry_points(group=ENTRY_POINT_GROUP)}
+    module, folders = _package_of(name)
+    files = {module.name: module}
+    for folder in folders:
+        files |= {file.relative_to(folder).as_posix(): file for file in folder.rglob("*")}
+    return f"sha256:{_files_digest(files)}"
+
+
+def package_paths(names: Iterable[str]) -> list[Path]:
+    """Files and folders of the packages that register these environments, for whoever must be able to read
+    them. Imports nothing foreign. Raises ConfigError for an unknown name."""
+    paths: list[Path] = []
+    for name in names:
+        if not name.startswith(_PREFIX):
+            module, folders = _package_of(name)
+            paths += folders or [module]
+    return paths
+
+
+def _package_of(name: str) -> tuple[Path, list[Path]]:
+    """First file and folders of the package that registers an environment. Raises ConfigError."""
+    entries = registered()
     if name not in entries:
         raise _unknown(name, sorted(entries))
     package = entries[name].module.partition(".")[0]
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
         raise ConfigError(f"the package {package} of environment {name!r} has no files")
-    module = Path(spec.origin)
-    files = {module.name: module}
-    for folder in map(Path, spec.submodule_search_locations or ()):
-        files |= {file.relative_to(folder).as_posix(): file for file in folder.rglob("*")}
-    return f"sha256:{_files_digest(files)}"
+    return Path(spec.origin), [Path(folder) for folder in spec.submodule_search_locations or ()]
 
 
 def _files_digest(files: Mapping[str, Path]) -> str:
@@ -166,10 +191,9 @@ def _answer_rule(name: str, value: object) -> AnswerRule:
         raise ConfigError(f"{name}: {ANSWER_KEY} = {value!r} is unknown; it is one of {known}") from None
 
 
-def _open(name: str, config: Mapping[str, object]) -> Environment:
+def _open(name: str, config: Mapping[str, object], own: Mapping[str, metadata.EntryPoint]) -> Environment:
     if name.startswith(_PREFIX):
         return ReasoningGymEnvironment(name.removeprefix(_PREFIX), config)
-    own = {entry.name: entry for entry in metadata.entry_points(group=ENTRY_POINT_GROUP)}
     if name in own:
         environment: Environment = own[name].load()(config)
         return environment
@@ -177,7 +201,7 @@ def _open(name: str, config: Mapping[str, object]) -> Environment:
 
 
 def _unknown(name: str, own: list[str]) -> ConfigError:
-    known = [_PREFIX + task for task in reasoning_gym_tasks()]
+    known = [_PREFIX + task for task in known_tasks()]
     return ConfigError(f"unknown environment {name!r}; {nearest(name, [*own, *known])}")
 
 

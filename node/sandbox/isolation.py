@@ -1,10 +1,10 @@
 """The walls of the scoring worker, from the inside: what it can still see, and how it locks itself in.
 
-Order: `readable_view` lists the directories of the loaded libraries; `enter_namespaces` moves the process
-into new mount, network, pid, ipc and host-name namespaces whose whole file system is that list, read-only;
-`lock_down` drops root, every capability and, through landlock, every file right but reading there;
-`limit_fork` sets the limits and the system call filter of one fork. Each wall stands without the others:
-where a container forbids one, the worker goes on with the rest and says so.
+Order: `readable_view` lists the directories of libraries; `leave_namespaces` moves the process into new
+mount, network, pid, ipc and host-name namespaces, and `build_root` makes that list, read-only, their whole
+file system; `lock_down` drops root, every capability and, through landlock, every file right but reading
+there; `limit_fork` sets the limits and the system call filter of one fork. Each wall stands without the
+others: where a container forbids one, the worker goes on with the rest and says so.
 
 Not here: whether the walls hold. `strength.py` measures that by trying to break out.
 """
@@ -30,28 +30,33 @@ if TYPE_CHECKING:
     from node.sandbox.records import SandboxLimits
 
 __all__ = [
-    "enter_namespaces",
+    "MemoryMeter",
+    "build_root",
+    "leave_namespaces",
     "limit_fork",
     "lock_down",
-    "memory_bytes",
     "readable_view",
+    "seal",
 ]
 
 _NOBODY = 65534
 _NAMESPACES = (
     linux.CLONE_NEWNS | linux.CLONE_NEWNET | linux.CLONE_NEWPID | linux.CLONE_NEWIPC | linux.CLONE_NEWUTS
 )
+_SCRATCH = "/tmp"  # noqa: S108  (of a file system of its own)
 _STAGING = "/proc"  # always there, never holds a library, and not needed once the root is replaced
 _ADDRESS_SPACE_FACTOR = 2  # a fork over its memory limit is refused; over twice that, allocation itself fails
 
 
-def readable_view(hidden_paths: Sequence[str] = ()) -> tuple[str, ...]:
-    """Absolute paths that lazy imports may need: library directories and the loaded packages outside them."""
+def readable_view(hidden_paths: Sequence[str] = (), packages: Sequence[str] = ()) -> tuple[str, ...]:
+    """Absolute paths that imports may need: directories of Python's and the system's libraries, the loaded
+    packages outside them, and `packages`, files or folders of those that are not loaded yet."""
     libraries = {sysconfig.get_path(key) for key in ("stdlib", "platstdlib", "purelib", "platlib")}
     libraries |= {
         entry for entry in sys.path if Path(entry).name in {"site-packages", "dist-packages", "lib-dynload"}
     }
-    view = {os.path.realpath(path) for path in libraries if path and os.path.isdir(path)}
+    paths = (*libraries, *packages, *_system_libraries())
+    view = {os.path.realpath(path) for path in paths if path and os.path.exists(path)}
     for name, module in list(sys.modules.items()):
         origin = getattr(module, "__file__", None)
         if "." in name or not isinstance(origin, str) or not os.path.isabs(origin):
@@ -69,12 +74,24 @@ def readable_view(hidden_paths: Sequence[str] = ()) -> tuple[str, ...]:
     )
 
 
+def _system_libraries() -> set[str]:
+    """Where the loader finds shared libraries: its index, and the folders of those that this process has."""
+    found = {"/etc/ld.so.cache"}
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            path = line.partition("/")[1] + line.partition("/")[2]
+            if Path(path).name.startswith("libc.so"):
+                found.add(os.path.dirname(path))
+    return found
+
+
 def _inside(path: str, directory: str) -> bool:
     return path.startswith(os.path.join(directory, ""))
 
 
-def enter_namespaces(view: Sequence[str], hidden_paths: Sequence[str]) -> None:
-    """Leave the machine's namespaces; the next fork is process 1 of an empty pid namespace.
+def leave_namespaces() -> None:
+    """Leave the machine's namespaces; the next fork is process 1 of an empty pid namespace, and still sees
+    the machine's files (`build_root`).
 
     Raises `OSError`; the process is then half way through and must end.
     """
@@ -88,8 +105,19 @@ def enter_namespaces(view: Sequence[str], hidden_paths: Sequence[str]) -> None:
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
         Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
+
+
+def build_root(view: Sequence[str], hidden_paths: Sequence[str]) -> None:
+    """Make `view`, read-only and without `hidden_paths`, the whole file system of this process, in a mount
+    namespace of its own. Raises `OSError`; the process is then half way through and must end."""
     linux.mount("none", "/", None, linux.MS_REC | linux.MS_PRIVATE)
     linux.mount("sandbox", _STAGING, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, "size=1m,mode=755")
+    # Some libraries want a folder for their caches when they are imported (`seal`).
+    os.makedirs(_STAGING + _SCRATCH, 0o755, exist_ok=True)
+    flags = linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC
+    linux.mount("scratch", _STAGING + _SCRATCH, "tmpfs", flags, "size=8m,mode=700")
+    with contextlib.suppress(OSError):  # not ours to give away: then we stay who we are, too
+        os.chown(_STAGING + _SCRATCH, _NOBODY, _NOBODY)
     for path in view:
         target = _STAGING + path
         if os.path.isdir(path):
@@ -113,6 +141,12 @@ def enter_namespaces(view: Sequence[str], hidden_paths: Sequence[str]) -> None:
     linux.mount("none", "/", None, flags | linux.MS_BIND | linux.MS_REMOUNT)
 
 
+def seal() -> None:
+    """Nothing is imported any more, so nothing more is written. (Forks may write no byte anyway.)"""
+    with contextlib.suppress(OSError):
+        os.chmod(_SCRATCH, 0o500)
+
+
 def _locked_flags(target: str) -> int:
     """Flags that a user namespace must repeat when it remounts; the kernel refuses to weaken them."""
     current = os.statvfs(target).f_flag
@@ -126,8 +160,8 @@ def _locked_flags(target: str) -> int:
     return linux.MS_NOSUID | sum(flag for seen, flag in pairs if current & seen)
 
 
-def lock_down(view: Sequence[str], limits: SandboxLimits, *, own_root: bool, landlock: bool) -> list[str]:
-    """Give up root, capabilities and file rights, for good. Returns what could not be given up, as sentences.
+def lock_down(view: Sequence[str], limits: SandboxLimits, *, own_root: bool) -> list[str]:
+    """Give up root and capabilities, for good. Returns what could not be given up, as sentences.
 
     `own_root`: the process sees only `view`, so an ordinary user can reach all of it.
     """
@@ -151,11 +185,6 @@ def lock_down(view: Sequence[str], limits: SandboxLimits, *, own_root: bool, lan
             step()
         except OSError as error:
             missing.append(str(error))
-    if landlock:
-        try:
-            linux.restrict_with_landlock(view)
-        except OSError as error:
-            missing.append(f"no landlock: {error}")
     with contextlib.suppress(OSError):
         linux.set_dumpable(False)
     return missing
@@ -188,11 +217,25 @@ def limit_fork(limits: SandboxLimits, base_bytes: int, seccomp_filter: bytes | N
         linux.set_seccomp_filter(seccomp_filter)
 
 
-def memory_bytes() -> tuple[int, int]:
-    """This process's address space and resident memory; call it while /proc is still there."""
-    try:
-        size, resident, *_ = Path("/proc/self/statm").read_text().split()
-    except OSError:
-        return 0, 0
-    page_bytes = os.sysconf("SC_PAGE_SIZE")
-    return int(size) * page_bytes, int(resident) * page_bytes
+class MemoryMeter:
+    """Address space and resident memory of this process, also once /proc is out of sight. Made by the process
+    that it is about."""
+
+    def __init__(self) -> None:
+        self._statm: int | None = None
+        with contextlib.suppress(OSError):
+            self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+
+    def read(self) -> tuple[int, int]:
+        """Bytes of both; zeros where the system does not tell."""
+        if self._statm is None:
+            return 0, 0
+        size, resident, *_ = os.pread(self._statm, 256, 0).split()
+        page_bytes = os.sysconf("SC_PAGE_SIZE")
+        return int(size) * page_bytes, int(resident) * page_bytes
+
+    def close(self) -> None:
+        """Nothing more is asked."""
+        if self._statm is not None:
+            os.close(self._statm)
+            self._statm = None

@@ -1,4 +1,4 @@
-"""The scoring worker: imports the environments, locks itself in, and scores each request in a fresh fork.
+"""The scoring worker: locks itself in, imports the environments, and scores each request in a fresh fork.
 
 Three processes: a supervisor, which only waits; a helper that entered the namespaces; and below it the worker
 proper, process 1 of its own pid namespace, which serves. Each dies with the one above it, and the worker ends
@@ -26,7 +26,15 @@ from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
-from node.environment.tasks import Completion, Environment, Prompt, Score, open_environment
+from node.environment.tasks import (
+    Completion,
+    Environment,
+    Prompt,
+    Score,
+    open_environment,
+    package_paths,
+    registered,
+)
 from node.sandbox import isolation, linux
 from node.sandbox.detection import Detector
 from node.sandbox.forks import EXIT_FORBIDDEN, ForkRunner, Job
@@ -44,9 +52,11 @@ from node.sandbox.records import (
     frame,
 )
 from node.sandbox.seccomp import seccomp_program
+from protocol.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
+    from importlib.metadata import EntryPoint
 
 __all__ = ["main"]
 
@@ -61,35 +71,21 @@ def main() -> NoReturn:
     os.dup2(null, 0)
     os.dup2(null, 1)
     setup = msgspec.msgpack.decode(_read_frame(requests), type=Setup)
-    try:
-        environments = _open_environments(setup)
-    except Exception as error:  # whatever a third party's environment raises, the node wants it as a sentence
-        _send(replies, Started(error=f"{type(error).__name__}: {error}"[:2000]))
-        sys.exit(1)
-    os.environ.clear()
-    gc.collect()
-    gc.freeze()  # forks then share these pages for as long as possible
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.dup2(null, 2)
-    _supervise(setup, environments, requests, replies)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _supervise(setup, requests, replies)
 
 
-def _open_environments(setup: Setup) -> dict[str, Environment]:
-    """Open each environment and score harmless answers, so that what is imported late is imported now."""
-    environments: dict[str, Environment] = {}
-    for name, config in setup.environments.items():
-        environment = open_environment(name, config)
-        prompt = environment.prompt(0, 0)
-        for text in _WARM_UP_ANSWERS:
-            environment.score(prompt, Completion(text=text, finished=True))
-        environments[name] = environment
-    return environments
-
-
-def _supervise(setup: Setup, environments: dict[str, Environment], requests: int, replies: int) -> NoReturn:
-    """Start the worker behind as many walls as this machine allows, then wait for its end."""
-    view = isolation.readable_view(setup.hidden_paths)
-    base_bytes, resident_bytes = isolation.memory_bytes()
+def _supervise(setup: Setup, requests: int, replies: int) -> NoReturn:
+    """Start the worker behind as many walls as this machine allows, then wait for its end. Nothing of an
+    environment is imported before they stand."""
+    try:
+        packages = package_paths(setup.environments)
+    except ConfigError as error:
+        _send(replies, Started(error=str(error)))
+        sys.exit(1)
+    own = registered()  # what is installed is not seen from inside
+    view = isolation.readable_view(setup.hidden_paths, [str(path) for path in packages])
     missing: list[str] = []
     for walls in ([True] if Layer.NAMESPACES in setup.layers else []) + [False]:
         ours, theirs = os.pipe()
@@ -101,7 +97,7 @@ def _supervise(setup: Setup, environments: dict[str, Environment], requests: int
                 Path("/proc/self/oom_score_adj").write_text("900")
             try:
                 if walls:
-                    isolation.enter_namespaces(view, setup.hidden_paths)
+                    isolation.leave_namespaces()
                 helped = os.fork()
             except OSError as error:
                 os.write(theirs, str(error).encode())
@@ -110,10 +106,16 @@ def _supervise(setup: Setup, environments: dict[str, Environment], requests: int
                 for descriptor in (theirs, requests, replies):
                     os.close(descriptor)
                 os._exit(os.waitstatus_to_exitcode(os.waitpid(helped, 0)[1]) & 0xFF)
-            os.close(theirs)
             linux.set_parent_death_signal(signal.SIGKILL)
-            runner = ForkRunner(requests, setup.limits, base_bytes, resident_bytes)
-            _Worker(setup, environments, view, runner, replies, walls, missing).serve(requests)
+            meter = isolation.MemoryMeter()
+            try:
+                if walls:
+                    isolation.build_root(view, setup.hidden_paths)
+            except OSError as error:
+                os.write(theirs, str(error).encode())
+                os._exit(1)
+            os.close(theirs)
+            _Worker(setup, view, replies, walls, missing).serve(requests, meter, own)
         os.close(theirs)
         problem = os.read(ours, 1000)
         os.close(ours)
@@ -127,31 +129,52 @@ def _supervise(setup: Setup, environments: dict[str, Environment], requests: int
     os._exit(1)
 
 
+def _open_environments(setup: Setup, own: Mapping[str, EntryPoint]) -> dict[str, Environment]:
+    """Open each environment and score harmless answers, so that what is imported late is imported now."""
+    environments: dict[str, Environment] = {}
+    for name, config in setup.environments.items():
+        environment = open_environment(name, config, own)
+        prompt = environment.prompt(0, 0)
+        for text in _WARM_UP_ANSWERS:
+            environment.score(prompt, Completion(text=text, finished=True))
+        environments[name] = environment
+    return environments
+
+
 class _Worker:
     """Serves requests, one at a time, each in forks of its own."""
 
     def __init__(
         self,
         setup: Setup,
-        environments: dict[str, Environment],
         view: Sequence[str],
-        runner: ForkRunner,
         replies: int,
         walls: bool,
         missing: Sequence[str],
     ) -> None:
         self._setup = setup
-        self._environments = environments
+        self._environments: dict[str, Environment] = {}
         self._view = view
         self._detector = Detector(view)
-        self._runner = runner
         self._replies = replies
         self._layers = [Layer.NAMESPACES] if walls else []
         self._missing = list(missing)
 
-    def serve(self, requests: int) -> NoReturn:
-        """Lock in, report, then answer until the node closes the pipe."""
+    def serve(self, requests: int, meter: isolation.MemoryMeter, own: Mapping[str, EntryPoint]) -> NoReturn:
+        """Lock in, open the environments, report, then answer until the node closes the pipe."""
         self._lock_in()
+        try:
+            self._environments = _open_environments(self._setup, own)
+        except Exception as error:  # whatever a third party's environment raises, the node wants a sentence
+            _send(self._replies, Started(error=f"{type(error).__name__}: {error}"[:2000]))
+            os._exit(1)
+        self._close_files()
+        os.environ.clear()
+        gc.collect()
+        gc.freeze()  # forks then share these pages for as long as possible
+        self._runner = ForkRunner(requests, self._setup.limits, *meter.read())
+        meter.close()
+        self._filter_calls()
         _send(
             self._replies,
             Started(
@@ -171,20 +194,29 @@ class _Worker:
             _send(self._replies, Outcome(nonce=request.nonce, results=results))
 
     def _lock_in(self) -> None:
-        wanted = self._setup.layers
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         if hard == resource.RLIM_INFINITY or hard > _OPEN_FILES:
             resource.setrlimit(resource.RLIMIT_NOFILE, (_OPEN_FILES, _OPEN_FILES))
-        problems = isolation.lock_down(
-            self._view,
-            self._setup.limits,
-            own_root=Layer.NAMESPACES in self._layers,
-            landlock=Layer.LANDLOCK in wanted,
+        self._missing += isolation.lock_down(
+            self._view, self._setup.limits, own_root=Layer.NAMESPACES in self._layers
         )
         linux.set_parent_death_signal(signal.SIGKILL)  # a change of user clears it
-        self._missing += problems
-        if Layer.LANDLOCK in wanted and not any("landlock" in problem for problem in problems):
-            self._layers.append(Layer.LANDLOCK)
+
+    def _close_files(self) -> None:
+        """From now on files are read at most, and only libraries."""
+        if Layer.NAMESPACES in self._layers:
+            isolation.seal()
+        if Layer.LANDLOCK in self._setup.layers:
+            try:
+                linux.restrict_with_landlock(self._view)
+            except OSError as error:
+                self._missing.append(f"no landlock: {error}")
+            else:
+                self._layers.append(Layer.LANDLOCK)
+
+    def _filter_calls(self) -> None:
+        """The system calls of forks."""
+        wanted = self._setup.layers
         if Layer.SECCOMP in wanted:
             self._runner.filter = seccomp_program(self._setup.limits.memory_bytes)
             if self._runner.filter is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -214,8 +215,55 @@ def test_killing_the_node_ends_the_worker_even_amid_an_endless_answer() -> None:
 @linux_only
 @pytest.mark.slow
 def test_an_environment_that_cannot_be_opened_says_why() -> None:
-    with pytest.raises(SandboxError, match="no setting 'word'"):
+    with pytest.raises(SandboxError, match="spell_backward: word may not be set"):
         Scorer([EnvironmentSpec(SPELL, '{"word":1}')]).start()
+
+
+EVIL = """
+import socket
+from pathlib import Path
+
+def tried(attempt):
+    try:
+        attempt()
+    except OSError as error:
+        return type(error).__name__
+    return "it worked"
+
+DONE = [
+    tried(lambda: Path({secret!r}).read_bytes()),
+    tried(lambda: Path({folder!r}, "marker").write_text("x")),
+    tried(lambda: socket.create_connection(("127.0.0.1", {port}), timeout=1)),
+]
+
+def load(config):
+    raise ValueError(f"imported, and tried: {{DONE}}")
+"""
+
+
+@linux_only
+@pytest.mark.slow
+def test_nothing_of_an_environment_is_imported_before_the_walls_stand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its author may do at import what an answer may do later: nothing."""
+    packages, secret = tmp_path / "packages", tmp_path / "identity.key"
+    secret.write_bytes(b"key")
+    info = packages / "evil-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: evil\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[murmuration.environments]\nevil = evil_tasks:load\n")
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        source = EVIL.format(secret=str(secret), folder=str(tmp_path), port=listener.getsockname()[1])
+        (packages / "evil_tasks").mkdir()
+        (packages / "evil_tasks/__init__.py").write_text(source)
+        monkeypatch.syspath_prepend(str(packages))
+        with pytest.raises(SandboxError) as refused:
+            Scorer([EnvironmentSpec("evil", "{}")]).start()
+    assert "imported, and tried: ['FileNotFoundError', 'PermissionError', 'OSError']" in str(refused.value)
+    assert not (tmp_path / "marker").exists()
 
 
 def test_specs_are_checked_before_any_process() -> None:
