@@ -15,7 +15,7 @@ import time
 from collections.abc import Coroutine
 from typing import Any, Protocol, TypeVar
 
-__all__ = ["VIRTUAL_EPOCH_MS", "Clock", "SystemClock", "VirtualClock", "run_virtual"]
+__all__ = ["VIRTUAL_EPOCH_MS", "Clock", "SystemClock", "VirtualClock", "duration", "run_virtual"]
 
 VIRTUAL_EPOCH_MS = 1_800_000_000_000
 """Where virtual time begins."""
@@ -83,3 +83,11 @@ def run_virtual(main: Coroutine[Any, Any, T]) -> T:
     """`asyncio.run` on a virtual event loop. Raises RuntimeError when all tasks wait without a timer."""
     with asyncio.Runner(loop_factory=_VirtualLoop) as runner:
         return runner.run(main)
+
+
+def duration(seconds: float) -> str:
+    """`12 s`, `3 min`, `5 h` or `2 days`: for sentences."""
+    for unit, size_s in (("days", 86_400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * size_s:
+            return f"{seconds / size_s:.0f} {unit}"
+    return f"{seconds:.0f} s"

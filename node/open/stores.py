@@ -5,18 +5,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from node.peers.trust import Standing, load_standings
 from node.state.paths import Home
 from node.state.stores import (
     MemorySequence,
-    MemoryWindows,
     ReplayGuard,
     ReplayStore,
     SequenceSource,
     SequenceStore,
-    WindowStore,
 )
+from node.state.windows import MemoryWindows, WindowStore
+from protocol.errors import ConfigError
 from protocol.messages import Digest
 from protocol.replay import ReplayCache
 
@@ -31,22 +32,29 @@ class Stores:
     """Numbers of this node's envelopes."""
     replay: ReplayGuard
     """Envelopes of others that were counted."""
-    windows: WindowStore | MemoryWindows
-    """The newest window whose slots were answered."""
+    windows: MemoryWindows
+    """Windows whose slots were answered."""
     standings: Sequence[Standing] = ()
     """What is remembered of peers' conduct."""
+    trust: Path | None = None
+    """Where that is kept; None: nowhere."""
 
 
 @contextlib.contextmanager
 def open_stores(home: Home, swarm_id: Digest, now_ms: int) -> Iterator[Stores]:
-    """The stores under `home`, for the process that has its lock. Raises OSError."""
-    replay = ReplayStore(home.state, ReplayCache(), now_ms)
+    """The stores under `home`, for the process that has its lock. Raises ConfigError where it cannot write
+    there."""
+    try:
+        replay = ReplayStore(home.state, ReplayCache(), now_ms)
+    except OSError as error:
+        raise ConfigError(f"cannot write in {home.state}: {error.strerror}") from None
     try:
         yield Stores(
             sequence=SequenceStore(home.state / "sequence", now_ms),
             replay=replay,
             windows=WindowStore(home.state / "window"),
             standings=load_standings(home.trust, swarm_id),
+            trust=home.trust,
         )
     finally:
         replay.close()

@@ -19,6 +19,7 @@ from statistics import median_high, median_low
 from cachetools import FIFOCache
 
 from node.clock import Clock
+from node.durable import durable
 from node.events import NoticeLevel, inert
 from node.membership import Membership
 from node.peers.backoff import Backoff
@@ -294,12 +295,13 @@ class Presence:
         return ""
 
     async def _store_record(self) -> bool:
+        sequence = await durable(self._runtime, "sequence numbers", self._sequence.next)
         now_ms, record = self._runtime.now_ms(), self.record()
         key, value = seal_record(
             self._membership.identity,
             record,
             swarm_id=self._membership.swarm_id,
-            sequence=self._sequence.next(),
+            sequence=sequence,
             now_ms=now_ms,
             ttl_ms=RECORD_TTL_MS,
         )

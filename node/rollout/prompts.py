@@ -9,6 +9,7 @@ window. Derivation itself is in `protocol/prompts.py`; this file only binds it t
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,10 +17,15 @@ from operator import attrgetter
 
 from cachetools import FIFOCache, cachedmethod
 
+from node.clock import duration
+from node.durable import durable
 from node.environment.tasks import Environment, Prompt
+from node.events import NoticeLevel
 from node.membership import Membership
 from node.runtime import Runtime
-from node.state.stores import MemoryWindows, WindowStore
+from node.state.windows import MemoryWindows
+from node.supervise import StageGauge
+from protocol.constants import MAX_CLOCK_SKEW_MS
 from protocol.messages import Charter, Digest, PromptRef
 from protocol.prompts import environment_of, held_out_question, slots, training_question, window_of
 
@@ -81,24 +87,30 @@ class PromptFeed:
         runtime: Runtime,
         membership: Membership,
         universe: Universe,
-        windows: WindowStore | MemoryWindows,
+        windows: MemoryWindows,
     ) -> None:
         self._runtime = runtime
         self._membership = membership
         self._universe = universe
         self._windows = windows
-        self._window = windows.newest()
-        self._slot = membership.charter.slots_per_window
+        self._window = -1
+        """The one whose slots are given now; -1 for none."""
+        self._slot = 0
+        self._told_ahead = -1
 
-    async def next(self) -> AssignedPrompt:
-        """The next slot; at most one window away."""
+    async def next(self, gauge: StageGauge | None = None) -> AssignedPrompt:
+        """The next slot; at most one window away, where the disk takes that a window is begun. That wait is
+        one of `gauge`."""
         member, charter = self._membership, self._membership.charter
         while True:
             window = window_of(charter, self._runtime.now_ms())
-            if window > self._window:
-                self._windows.begun(window)
+            self._tell_ahead(window)
+            if not self._windows.was_begun(window):
+                begin = functools.partial(self._windows.begin, window)
+                await durable(self._runtime, "that a window of prompts is begun", begin, gauge)
                 self._window, self._slot = window, 0
-            if self._slot < charter.slots_per_window:
+                continue  # the disk may have taken its time
+            if window == self._window and self._slot < charter.slots_per_window:
                 break
             next_at = charter.created_at + (window + 1) * charter.window_ms
             await asyncio.sleep(max(1, next_at - self._runtime.now_ms()) / 1000)
@@ -106,3 +118,15 @@ class PromptFeed:
         ref = PromptRef(window=self._window, slot=self._slot, index=index)
         self._slot += 1
         return AssignedPrompt(ref=ref, prompt=self._universe.item(index))
+
+    def _tell_ahead(self, window: int) -> None:
+        """Say once of each such time that windows were begun which lie ahead of the clock's."""
+        newest, window_ms = self._windows.newest(), self._membership.charter.window_ms
+        ahead_ms = (newest - window) * window_ms
+        if ahead_ms > MAX_CLOCK_SKEW_MS + window_ms and newest != self._told_ahead:
+            self._told_ahead = newest
+            self._runtime.notice(
+                NoticeLevel.WARNING,
+                f"this machine's clock was ahead: windows up to one {duration(ahead_ms / 1000)} from now "
+                "were begun; they stay unanswered when their time comes, all others are answered",
+            )

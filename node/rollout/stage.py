@@ -187,7 +187,7 @@ class RolloutStage:
 
     async def _draw(self, *, patient: bool) -> AssignedPrompt | None:
         """The next prompt; None when it belongs to a window to come and `patient` is false."""
-        drawing = self._drawing = self._drawing or asyncio.create_task(self._feed.next())
+        drawing = self._drawing = self._drawing or asyncio.create_task(self._feed.next(self.gauge))
         if patient:
             with self.gauge.waiting("the next window"):
                 await asyncio.wait({drawing})

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 from cachetools import FIFOCache
 
+from node.durable import durable
 from node.membership import Membership
 from node.peers.book import PeerBook
 from node.runtime import Runtime
@@ -151,14 +152,15 @@ class Gossip:
         """Sign and store an announcement of ours; returns its envelope's digest.
 
         Never waits for the network: `run` publishes, and what it cannot publish neighbours get by
-        reconciliation.
+        reconciliation. Waits for the disk where that does not take that numbers are used.
         """
+        sequence = await durable(self._runtime, "sequence numbers", self._sequence.next)
         now_ms = self._runtime.now_ms()
         data = seal(
             self._membership.identity,
             swarm_id=self._membership.swarm_id,
             topic=self._topic,
-            sequence=self._sequence.next(),
+            sequence=sequence,
             payload=encode(announcement),
             now_ms=now_ms,
             ttl_ms=ttl_ms,

@@ -31,13 +31,12 @@ from protocol.replay import ReplayCache
 
 __all__ = [
     "MemorySequence",
-    "MemoryWindows",
     "ReplayGuard",
     "ReplayStore",
     "SequenceSource",
     "SequenceStore",
-    "WindowStore",
     "complete_file",
+    "read_file",
     "remove_leftovers",
     "sync",
     "write_atomically",
@@ -79,7 +78,7 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _read(path: Path, max_bytes: int = -1) -> bytes:
+def read_file(path: Path, max_bytes: int = -1) -> bytes:
     """What is in `path`, empty where there is none."""
     try:
         with open(path, "rb") as file:
@@ -131,7 +130,7 @@ class SequenceStore:
 
     def __init__(self, path: Path, now_ms: int) -> None:
         self._path = path
-        self._next = max(self._read(), now_ms * self.NUMBERS_PER_MS)
+        self._next = max(self._reserved(), now_ms * self.NUMBERS_PER_MS)
         self._reserved_until = self._next
 
     def next(self) -> int:
@@ -145,42 +144,10 @@ class SequenceStore:
         self._next += 1
         return number
 
-    def _read(self) -> int:
+    def _reserved(self) -> int:
         """The stored number; 0 when there is none or it is damaged, the clock then decides."""
-        text = _read(self._path, 32)
+        text = read_file(self._path, 32)
         return int(text) if text.endswith(b"\n") and text[:-1].isdigit() and len(text) < 20 else 0
-
-
-# --- windows ------------------------------------------------------------------------------------------------
-
-
-class MemoryWindows:
-    """The newest window begun, for simulations."""
-
-    def __init__(self) -> None:
-        self._newest = -1
-
-    def newest(self) -> int:
-        return self._newest
-
-    def begun(self, window: int) -> None:
-        self._newest = window
-
-
-class WindowStore:
-    """The newest window whose slots this node began to answer; on disk before the first answer."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def newest(self) -> int:
-        """That window; -1 when there is no file or it is damaged (at worst, peers see one equivocation)."""
-        text = _read(self._path, 32).strip()
-        return int(text) if text.isdigit() else -1
-
-    def begun(self, window: int) -> None:
-        """Write it down. Raises OSError when the disk refuses."""
-        write_atomically(self._path, f"{window}\n".encode("ascii"))
 
 
 # --- replays ------------------------------------------------------------------------------------------------
@@ -237,10 +204,12 @@ class ReplayStore:
             full.close()
 
     def close(self) -> None:
-        """Fold the journal and release it. Idempotent."""
+        """Fold the journal and release it. Idempotent. Where the disk refuses, the journal stays for the next
+        start."""
         if not self._journal.closed:
             self._journal.close()
-            self._fold().close()
+            with contextlib.suppress(OSError):
+                self._fold().close()
 
     def _fold(self) -> IO[bytes]:
         """Write the snapshot, then begin an empty journal. A kill in between only replays records that the
@@ -253,12 +222,12 @@ class ReplayStore:
         return open(descriptor, "ab", buffering=0)
 
     def _restore(self, now_ms: int) -> None:
-        if snapshot := _read(self._snapshot_path):
+        if snapshot := read_file(self._snapshot_path):
             try:
                 self._cache.restore(snapshot)
             except DecodeError:
                 self._distrust(now_ms)
-        journal = _read(self._journal_path)
+        journal = read_file(self._journal_path)
         whole = len(journal) - len(journal) % _JOURNAL_RECORD.size
         for at in range(0, whole, _JOURNAL_RECORD.size):
             record = journal[at : at + _JOURNAL_RECORD.size]

@@ -9,12 +9,14 @@ import pytest
 
 from node.clock import VIRTUAL_EPOCH_MS, Clock, VirtualClock, run_virtual
 from node.environment.tasks import Completion, Prompt, Score
+from node.events import Notice
 from node.membership import Membership
 from node.rollout import prompts
 from node.rollout.prompts import PromptFeed, Universe
-from node.state.stores import MemoryWindows, WindowStore
+from node.state.windows import MemoryWindows, WindowStore
+from node.supervise import StageGauge
 from protocol.charter import found, swarm_id
-from protocol.messages import Charter
+from protocol.messages import Charter, PromptRef
 from protocol.prompts import environment_of, is_held_out, slots
 from tests.node.runtimes import make_runtime
 from tests.node.verify.world import identity
@@ -63,12 +65,15 @@ def universe(charter: Charter = CHARTER) -> Universe:
     return Universe(swarm_id(charter), charter, {"one": Numbers("one"), "two": Numbers("two")})
 
 
-def feed(windows: MemoryWindows | WindowStore | None = None) -> PromptFeed:
-    return feed_at(VirtualClock(), windows or MemoryWindows())
+def feed(windows: MemoryWindows | None = None, told: list[str] | None = None) -> PromptFeed:
+    return feed_at(VirtualClock(), windows or MemoryWindows(), told)
 
 
-def feed_at(clock: Clock, windows: MemoryWindows | WindowStore) -> PromptFeed:
-    return PromptFeed(make_runtime(clock), Membership(ALICE, CHARTER, clock), universe(), windows)
+def feed_at(clock: Clock, windows: MemoryWindows, told: list[str] | None = None) -> PromptFeed:
+    runtime = make_runtime(clock)
+    if told is not None:
+        runtime.bus.subscribe(lambda event: told.append(event.text) if isinstance(event, Notice) else None)
+    return PromptFeed(runtime, Membership(ALICE, CHARTER, clock), universe(), windows)
 
 
 # --- PromptFeed --------------------------------------------------------------------------------------------
@@ -120,38 +125,112 @@ def test_a_restart_in_the_same_window_waits_for_the_next_one(tmp_path: Path, on_
     run_virtual(main())
 
 
-def test_the_window_is_written_down_before_its_first_slot_is_given() -> None:
+def test_no_slot_is_given_before_its_window_is_written_down() -> None:
+    """A full disk is waited for by name, told once, and ends nothing."""
+
     class Full(MemoryWindows):
-        def begun(self, window: int) -> None:
-            raise OSError(28, "No space left on device")
+        full = True
+
+        def begin(self, window: int) -> None:
+            if self.full:
+                raise OSError(28, "No space left on device")
+            super().begin(window)
 
     async def main() -> None:
-        source = feed(Full())
-        for _ in range(2):  # and never given later without it
-            with pytest.raises(OSError, match="No space"):
-                await source.next()
+        windows, told = Full(), list[str]()
+        source = feed(windows, told)
+        gauge = StageGauge("rollout", VirtualClock(), "the trainer")
+        asking = asyncio.create_task(source.next(gauge))
+        await asyncio.sleep(33)
+        assert not asking.done()
+        assert gauge.status().waiting_for == "the disk"
+        windows.full = False
+        ref = (await asking).ref
+        assert (ref.window, ref.slot) == (3, 0)  # not one whose time is over
+        assert [text.split(":")[0] for text in told] == [
+            "cannot write that a window of prompts is begun",
+            "that a window of prompts is begun",
+        ]
 
     run_virtual(main())
 
 
-def test_a_clock_that_runs_backwards_repeats_no_slot() -> None:
-    class Wrong(VirtualClock):
-        offset_ms = 20_000
+class Wrong(VirtualClock):
+    """A clock that may be set wrong."""
 
-        def now_ms(self) -> int:
-            return super().now_ms() + self.offset_ms
+    offset_ms = 0
+
+    def now_ms(self) -> int:
+        return super().now_ms() + self.offset_ms
+
+
+def test_a_clock_that_was_ahead_costs_nothing_once_it_is_right(tmp_path: Path) -> None:
+    """An hour for two windows: then the windows of now are answered, also after a restart, and those of then
+    are not answered again when their time comes."""
 
     async def main() -> None:
+        clock, told, seen = Wrong(), list[str](), list[PromptRef]()
+        source = feed_at(clock, WindowStore(tmp_path / "window"), told)
+        seen += [(await source.next()).ref for _ in range(2)]
+        clock.offset_ms = 3_600_000
+        seen += [(await source.next()).ref for _ in range(7)]
+        assert {ref.window for ref in seen} == {0, 360, 361}
+        clock.offset_ms = 0
+        now = (await source.next()).ref.window
+        assert now in (1, 2)
+        assert len(told) == 1
+        assert "this machine's clock was ahead: windows up to one 60 min from now were begun" in told[0]
+        again = feed_at(clock, WindowStore(tmp_path / "window"), told)
+        assert (await again.next()).ref.window == now + 1
+        await asyncio.sleep(3_600 - asyncio.get_running_loop().time())
+        assert (await again.next()).ref.window == 362
+
+    run_virtual(main())
+
+
+def test_a_file_of_a_wrong_clock_is_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "window").write_text("10800\n")  # as the first format had it: a day ahead
+
+    async def main() -> None:
+        told = list[str]()
+        source = feed(WindowStore(tmp_path / "window"), told)
+        assert (await source.next()).ref.window == 0
+        assert "windows up to one 30 h from now were begun" in told[0]
+
+    run_virtual(main())
+
+
+def test_ranges_of_windows_stay_few_and_forget_nothing() -> None:
+    windows = MemoryWindows()
+    begun = [*range(5), *range(1000, 1300, 7), 10**6, 10**9]
+    for window in begun:
+        windows.begin(window)
+        assert windows.was_begun(window)
+    assert all(windows.was_begun(window) for window in begun)
+    assert not windows.was_begun(500)
+    assert not windows.was_begun(10**6 - 1)
+    assert windows.newest() == 10**9
+
+
+def test_a_damaged_file_of_windows_is_no_end(tmp_path: Path) -> None:
+    for text in ("", "x", "5-", "9-5", "5-7 1-2", "-", "1-2 3", "\xff"):
+        (tmp_path / "window").write_text(text)
+        assert WindowStore(tmp_path / "window").newest() == -1
+
+
+def test_a_clock_that_runs_backwards_repeats_no_slot() -> None:
+    async def main() -> None:
         clock = Wrong()
+        clock.offset_ms = 20_000
         source = feed_at(clock, MemoryWindows())
         seen = [(await source.next()).ref for _ in range(3)]
         clock.offset_ms = 0  # two windows back
         seen += [(await source.next()).ref for _ in range(4)]
         assert len(set(seen)) == 7
+        # window 0 was never begun, so it is free
         assert [(ref.window, ref.slot) for ref in seen] == [
-            *((2, slot) for slot in range(5)),
-            (3, 0),
-            (3, 1),
+            *((2, slot) for slot in range(3)),
+            *((0, slot) for slot in range(4)),
         ]
 
     run_virtual(main())

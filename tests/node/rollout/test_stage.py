@@ -28,7 +28,7 @@ from node.rollout.scoring import OwnScorer
 from node.rollout.stage import RolloutStage
 from node.sandbox.scorer import FailureReason, Scorer
 from node.share.accepted import Accepted
-from node.state.stores import MemoryWindows
+from node.state.windows import MemoryWindows
 from node.supervise import sole_cause
 from protocol.charter import swarm_id
 from protocol.codec import encode
