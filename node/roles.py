@@ -85,6 +85,7 @@ class Common:
         trust = TrustSettings(newcomer=weight.newcomer_trust, quarantine_windows=weight.quarantine_windows)
         refusals = transport.refusals if transport is not None else None
         self.peers = PeerBook(runtime, membership, trust, stores.standings, refusals=refusals)
+        self.trust_file = stores.trust
         self.universe = Universe(membership.swarm_id, membership.charter, parts.environments)
         self.scorer = OwnScorer(parts.environments, parts.sandbox)
         self.feed = PromptFeed(runtime, membership, self.universe, stores.windows)
@@ -154,7 +155,14 @@ class Common:
                 bodies_served=network.publisher.bodies_served,
             )
 
-        return [Service(name="network", run=network.run, snapshot=peers_seen, last=peers_seen, health=health)]
+        services = [
+            Service(name="network", run=network.run, snapshot=peers_seen, last=peers_seen, health=health)
+        ]
+        if (path := self.trust_file) is not None:
+            services.append(
+                Service(name="trust", run=lambda: self.peers.keep(path), stop=lambda: self.peers.save(path))
+            )
+        return services
 
 
 # --- a trainer ----------------------------------------------------------------------------------------------
@@ -208,7 +216,7 @@ async def open_trainer(common: Common, learner: Learner) -> TrainerRole:
     own = OwnGroups(common.made, common.admission)
     weight = WeightStage(runtime, membership, learner.settings.weight, parts.policy, own, pool, common.peers)
     stepper = open_stepper(runtime, config, trainer, engine)
-    checkpoints = Checkpoints(runtime, config, trainer, common.peers)
+    checkpoints = Checkpoints(runtime, config, trainer)
     train = TrainStage(runtime, config, weight, stepper, Evaluator(runtime, held_out), checkpoints)
     publish: Publish = keep_to_oneself
     share: list[Service] = []
@@ -332,7 +340,6 @@ def open_follower(common: Common) -> FollowerRole:
                 name="follow",
                 run=following.run,
                 gauges=(following.gauge,),
-                stop=lambda: common.peers.save(common.home.trust),
                 snapshot=lambda: (following.seen(),),
             ),
         ),

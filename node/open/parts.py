@@ -73,8 +73,10 @@ def open_parts(
     import torch
 
     from node.train.checkpoint import checkpoints_of, restore, resume
+    from node.train.recent import take_recent
 
-    checkpoints = Home(config.home).run(config.run).checkpoints
+    run_dir = Home(config.home).run(config.run)
+    checkpoints = run_dir.checkpoints
     if config.role == "trainer":
         restore(checkpoints)
     plan = memory_plan(config, charter, policy)
@@ -90,6 +92,7 @@ def open_parts(
     try:
         if learner is not None:
             resume(learner.trainer, engine, checkpoints)
+            take_recent(learner.trainer, engine, run_dir.recent)
         environments = open_environments(charter)
     except BaseException:
         engine.close()

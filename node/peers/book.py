@@ -13,6 +13,7 @@ who is connected (`node/peers/presence.py`).
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -43,6 +44,8 @@ MAX_LINEAGES = 4
 """Lineages of one peer whose newest version is remembered: a follower changes its owner now and then."""
 ACTIVE_WINDOWS = 3
 """Peers silent for longer are not waited for."""
+SAVE_S = 2.0
+"""From a finding to the disk, at most."""
 FORGOTTEN_HARD = 0.05
 """Hard failures that have decayed below this protect a standing from being forgotten no more."""
 
@@ -82,6 +85,8 @@ class PeerBook:
         self._seen: FIFOCache[PeerId, _Seen] = FIFOCache(MAX_PEERS)
         self._standings = {standing.peer: standing for standing in standings}
         self._refusals = refusals if refusals is not None else Refusals()
+        self._unsaved = False
+        self._told_unsaved = False
 
     # --- what happened ------------------------------------------------------------------------------------
 
@@ -113,6 +118,7 @@ class PeerBook:
 
     def judged(self, peer_id: PeerId, found: Hardness) -> None:
         """Let one finding count for or against the trust in this peer."""
+        self._unsaved = True
         before = self._standings.pop(peer_id, None) or Standing(peer_id, at_window=self._membership.window())
         self._standings[peer_id] = after_judgement(before, found, self._membership.window(), self.settings)
         if len(self._standings) > self.settings.max_peers:
@@ -162,15 +168,31 @@ class PeerBook:
         """All of them, to be stored and given to `PeerBook` again."""
         return tuple(self._standings.values())
 
+    async def keep(self, path: Path) -> None:
+        """Save the standings soon after they change, until cancelled: a kill must not make strangers of
+        peers, nor peers of strangers in quarantine."""
+        while True:
+            await asyncio.sleep(SAVE_S)
+            await self.save(path)
+
     async def save(self, path: Path) -> None:
-        """Write the standings to `path`; a full disk is told."""
+        """Write the standings to `path` if they changed since. A disk that does not take it is told once, and
+        tried again the next time."""
+        if not self._unsaved:
+            return
+        self._unsaved = False
         try:
             await self._runtime.run(
                 Lane.DISK, save_standings, path, self._membership.swarm_id, self.standings()
             )
         except OSError as error:
-            text = f"trust was not saved: {error}; make room on the disk"
-            self._runtime.notice(NoticeLevel.WARNING, text)
+            self._unsaved = True
+            if not self._told_unsaved:
+                text = f"trust cannot be saved: {error}; make room on the disk"
+                self._runtime.notice(NoticeLevel.WARNING, text)
+            self._told_unsaved = True
+        else:
+            self._told_unsaved = False
 
     def refusals(self) -> dict[str, int]:
         """What was refused below verification so far, by reason."""

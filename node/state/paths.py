@@ -64,6 +64,11 @@ class RunDir:
         return self.root / "logs" / "node.log"
 
     @property
+    def recent(self) -> Path:
+        """The trainer after the last step, for a restart after a kill."""
+        return self.root / "recent.safetensors"
+
+    @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
 

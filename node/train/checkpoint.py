@@ -39,11 +39,14 @@ __all__ = [
     "checkpoints_of",
     "learned_weights",
     "load_checkpoint",
+    "load_moments",
+    "moments_of",
     "prune",
     "read_state",
     "restore",
     "resume",
     "save_checkpoint",
+    "state_of",
     "take_weights",
 ]
 
@@ -128,8 +131,18 @@ def _write(trainer: Trainer, temporary: Path) -> None:
     for name in _TOKENIZER_FILES:
         if (trainer.policy.path / name).is_file():
             shutil.copyfile(trainer.policy.path / name, temporary / name)
-    save_file(_optimiser_tensors(trainer), temporary / _OPTIMISER)
-    state = CheckpointState(
+    save_file(moments_of(trainer), temporary / _OPTIMISER)
+    state = state_of(trainer)
+    for file in temporary.iterdir():
+        sync(file)
+    (temporary / _STATE).write_bytes(msgspec.json.format(msgspec.json.encode(state)))
+    sync(temporary / _STATE)
+    sync(temporary)
+
+
+def state_of(trainer: Trainer) -> CheckpointState:
+    """Its counters, and how it trains."""
+    return CheckpointState(
         policy_version=trainer.policy_version,
         updates=trainer.updates,
         skipped_steps=trainer.skipped_steps,
@@ -139,11 +152,6 @@ def _write(trainer: Trainer, temporary: Path) -> None:
         adapter=trainer.settings.adapter,
         slow_fast=trainer.slow_fast.state if trainer.slow_fast is not None else None,
     )
-    for file in temporary.iterdir():
-        sync(file)
-    (temporary / _STATE).write_bytes(msgspec.json.format(msgspec.json.encode(state)))
-    sync(temporary / _STATE)
-    sync(temporary)
 
 
 def checkpoints_of(folder: Path, base_model: str | None = None) -> list[Path]:
@@ -254,12 +262,7 @@ def load_checkpoint(trainer: Trainer, folder: Path) -> CheckpointState:
     if _shapes(saved) != _shapes(trainer.learning()):
         raise ModelError(f"{folder} holds tensors of other names or shapes than {trainer.policy.path}.")
     trainer.take(saved, state.policy_version)
-    _load_optimiser(trainer, moments)
-    torch.random.set_rng_state(moments[_RANDOM])
-    trainer.updates = state.updates
-    trainer.skipped_steps = state.skipped_steps
-    if trainer.slow_fast is not None and state.slow_fast is not None:
-        trainer.slow_fast.state = state.slow_fast
+    load_moments(trainer, moments, state)
     return state
 
 
@@ -288,7 +291,8 @@ def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in tensors.items()}
 
 
-def _optimiser_tensors(trainer: Trainer) -> dict[str, torch.Tensor]:
+def moments_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """The optimiser's moments by field and parameter, and the random state, on the CPU."""
     tensors = {_RANDOM: torch.random.get_rng_state()}
     for name, parameter in trainer.model.named_parameters():
         for field, value in trainer.optimiser.state.get(parameter, {}).items():
@@ -296,9 +300,17 @@ def _optimiser_tensors(trainer: Trainer) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _load_optimiser(trainer: Trainer, tensors: Mapping[str, torch.Tensor]) -> None:
+def load_moments(trainer: Trainer, tensors: Mapping[str, torch.Tensor], state: CheckpointState) -> None:
+    """Put moments, random state (`moments_of`) and counters into `trainer`."""
+    trainer.updates = state.updates
+    trainer.skipped_steps = state.skipped_steps
+    if trainer.slow_fast is not None and state.slow_fast is not None:
+        trainer.slow_fast.state = state.slow_fast
+    torch.random.set_rng_state(tensors[_RANDOM])
     entries: dict[str, dict[str, torch.Tensor | int]] = {}
     for key, tensor in tensors.items():
+        if key == _RANDOM:
+            continue
         field, _, name = key.partition(".")
         # The only whole numbers are the 8-bit optimiser's step counts, which it keeps outside of tensors.
         is_count = tensor.dtype is torch.int64

@@ -1,53 +1,74 @@
-"""When a trainer is saved: a checkpoint of each version once, older ones removed, and the trust in peers.
+"""When a trainer is saved: a checkpoint of each version once, older ones removed; and what a kill must not
+take (`recent.py`) after every step, or as often as that costs RECENT_SHARE of the time.
 
 Not for what a checkpoint holds (`checkpoint.py`).
 """
 
 from __future__ import annotations
 
+import math
+
 from node.compute import Lane
 from node.config import NodeConfig
 from node.events import NoticeLevel
-from node.peers.book import PeerBook
 from node.runtime import Runtime
 from node.state.paths import Home
-from node.train.checkpoint import prune, save_checkpoint
+from node.train.checkpoint import checkpoints_of, prune, read_state, save_checkpoint
+from node.train.recent import MAX_BYTES, save_recent, state_bytes
 from node.train.step import Trainer
 
 __all__ = ["Checkpoints"]
 
+RECENT_SHARE = 0.05
 KEPT = 2
 """Newest checkpoints that are kept; older ones are removed."""
 
 
 class Checkpoints:
-    """Saves `trainer` and the standings of `peers` under the home of `config`."""
+    """Saves `trainer` under the home of `config`."""
 
-    def __init__(self, runtime: Runtime, config: NodeConfig, trainer: Trainer, peers: PeerBook) -> None:
-        self.saved_version = trainer.policy_version
-        """Version of the newest checkpoint; 0 before the first."""
+    def __init__(self, runtime: Runtime, config: NodeConfig, trainer: Trainer) -> None:
         self._runtime = runtime
         self._trainer = trainer
-        self._peers = peers
-        self._folder = Home(config.home).run(config.run).checkpoints
-        self._trust_file = Home(config.home).trust
+        run_dir = Home(config.home).run(config.run)
+        self._folder = run_dir.checkpoints
+        kept = checkpoints_of(self._folder, trainer.policy.base_model)
+        self.saved_version = read_state(kept[0]).policy_version if kept else 0
+        """Version of the newest checkpoint; 0 before the first."""
+        self._recent = run_dir.recent if state_bytes(trainer) <= MAX_BYTES else None
+        self._next_recent_s = -math.inf
+        self._told_recent = False
 
     async def start(self) -> None:
         """Say where this run goes on."""
-        if self.saved_version:
-            text = f"goes on from the checkpoint of version {self.saved_version}"
+        if version := self._trainer.policy_version:
+            where = "the checkpoint of" if version == self.saved_version else "the last step, which made"
+            text = f"goes on from {where} version {version}"
             self._runtime.notice(NoticeLevel.INFO, text)
 
     async def save(self) -> None:
-        """A checkpoint of a version that has none, then trust, to disk. A full disk costs that, not the
-        run."""
+        """A checkpoint of a version that has none. A full disk costs that, not the run."""
         try:
             await self._runtime.run(Lane.TRAIN, self._write)
         except OSError as error:
             text = f"version {self._trainer.policy_version} was not saved: {error}; make room on the disk"
             self._runtime.notice(NoticeLevel.WARNING, text)
-        else:
-            await self._peers.save(self._trust_file)
+
+    async def keep_recent(self) -> None:
+        """A step is done: keep what it has led to."""
+        began_s = self._runtime.monotonic_s()
+        if self._recent is None or began_s < self._next_recent_s:
+            return
+        try:
+            await self._runtime.run(Lane.DISK, save_recent, self._trainer, self._recent)
+            self._told_recent = False
+        except OSError as error:
+            if not self._told_recent:
+                text = f"a kill would now cost more than a step: {error}; make room on the disk"
+                self._runtime.notice(NoticeLevel.WARNING, text)
+            self._told_recent = True
+        took_s = self._runtime.monotonic_s() - began_s
+        self._next_recent_s = began_s + took_s / RECENT_SHARE
 
     def _write(self) -> None:
         trainer = self._trainer

@@ -59,6 +59,7 @@ class TrainStage:
             await self._step()
             await self._merge()
             await self._probe(step)
+            await self._checkpoints.keep_recent()
             if step < train.steps and step % evaluate.every == 0:
                 await self._evaluate("during")
             if step % train.checkpoint_every == 0 or step == train.steps:

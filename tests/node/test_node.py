@@ -35,7 +35,6 @@ from node.events import (
 )
 from node.open.parts import Parts
 from node.open.stores import Stores
-from node.peers.trust import load_standings
 from node.rollout.engine.transformers import TransformersEngine
 from node.rollout.policy import Policy
 from node.state.paths import Home
@@ -564,8 +563,7 @@ def resumed(parts: Parts) -> Parts:
 
 def stores_after(toy: Toy) -> Stores:
     """What outlived the process of `toy`."""
-    standings = load_standings(Home(toy.node.config.home).trust, toy.membership.swarm_id)
-    return dataclasses.replace(toy.stores, replay=ReplayCache(), standings=standings)
+    return dataclasses.replace(toy.stores, replay=ReplayCache(), standings=toy.node.peers.standings())
 
 
 def test_a_restarted_node_goes_on_and_its_peers_take_it_back(

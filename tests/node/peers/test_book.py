@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from node.clock import VirtualClock, run_virtual
+from node.events import Notice
 from node.peers import book
 from node.peers.book import ACTIVE_WINDOWS, PeerBook
-from node.peers.trust import Hardness
+from node.peers.trust import Hardness, load_standings
 from node.transport.limits import Refusals
 from protocol.messages import Announcement, BlobRef, Lineage, PeerId, PeerRecord, PromptRef
 from tests.node.runtimes import ManualClock, make_peers, make_runtime
@@ -176,3 +180,29 @@ def test_refusals_are_counted_with_the_transports_own() -> None:
         peers.refused(peer_id, "decode")
     peers.rejected("a", "stale")  # is verification's
     assert peers.refusals() == {"decode": 3, "rate": 1}  # also of those that are folded together
+
+
+def test_trust_is_on_the_disk_soon_after_it_changed(tmp_path: Path) -> None:
+    """A kill at any later moment forgets no quarantine; a full disk is told once, and tried again."""
+    world_clock = VirtualClock(CHARTER.created_at + 100 * CHARTER.window_ms)
+    path, told = tmp_path / "state" / "trust.json", list[str]()
+
+    async def main() -> None:
+        runtime = make_runtime(world_clock)
+        runtime.bus.subscribe(lambda event: told.append(event.text) if isinstance(event, Notice) else None)
+        member, peers = make_peers(runtime, identity("node"), CHARTER)
+        keeping = asyncio.create_task(peers.keep(path))
+        await asyncio.sleep(10)
+        assert not path.exists()
+        path.parent.write_text("a file where the folder should be")
+        peers.judged(identity("liar").peer_id, Hardness.HARD)
+        await asyncio.sleep(20)
+        assert len(told) == 1
+        assert told[0].startswith("trust cannot be saved: ")
+        path.parent.unlink()
+        await asyncio.sleep(book.SAVE_S + 0.1)
+        keeping.cancel()
+        assert load_standings(path, member.swarm_id) == peers.standings()
+        assert peers.standings()[0].hard == 1.0
+
+    run_virtual(main())

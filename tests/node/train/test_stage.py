@@ -66,6 +66,7 @@ class Course:
         self.merges: dict[int, int] = {}
         self.found_bad: dict[int, RollBack] = {}
         self.remembered: list[bool] = []
+        self.kept_recent: list[int] = []
         keys = {key.replace("__", "."): value for key, value in config.items()}
         self.stage = TrainStage(
             make_runtime(events=self.events),
@@ -122,6 +123,9 @@ class Course:
     async def save(self) -> None:
         self.calls.append("save")
 
+    async def keep_recent(self) -> None:
+        self.kept_recent.append(self.policy_version)
+
 
 @pytest.fixture
 def course(policy: Policy) -> Callable[..., Course]:
@@ -134,6 +138,7 @@ def course(policy: Policy) -> Callable[..., Course]:
 def test_evaluations_checkpoints_and_the_end(course: Callable[..., Course]) -> None:
     made = course(train__steps=5, evaluate__every=2, train__checkpoint_every=2)
     made.run()
+    assert made.kept_recent == [1, 2, 3, 4, 5]
     assert " ".join(made.calls) == (
         "before step 1 engine 1 step 2 engine 2 during save step 3 engine 3 step 4 engine 4 during save "
         "step 5 engine 5 save after"
