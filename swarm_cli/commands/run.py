@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -56,7 +57,8 @@ def run_here(config: NodeConfig, *, json: bool, join: str = "") -> None:
         line = progress_line(event)
         if line:
             last[type(event).__name__] = event
-            err.print(line)
+            with contextlib.suppress(OSError):  # a closed terminal, a full disk behind `2> log`
+                err.print(line)
 
     def joining(charter: Charter) -> None:
         err.print(_swarm_line(charter))
