@@ -19,7 +19,7 @@ from node.train.step import Trainer
 
 __all__ = ["Checkpoints"]
 
-RECENT_SHARE = 0.05
+RECENT_SHARE = 0.1
 KEPT = 2
 """Newest checkpoints that are kept; older ones are removed."""
 

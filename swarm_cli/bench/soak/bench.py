@@ -216,6 +216,7 @@ class _Soak:
 
     def _mend_clock(self, member: _Member) -> None:
         member.child.send_signal(signal.SIGUSR2)
+        self._poll()
         member.record.mended("clock", time.monotonic())
 
     def _fill(self, member: _Member) -> None:
@@ -227,6 +228,7 @@ class _Soak:
 
     def _empty(self, member: _Member) -> None:
         (member.node.home.root / "filler").unlink()
+        self._poll()
         member.record.mended("disk", time.monotonic())
 
     # --- reading ------------------------------------------------------------------------------------------
