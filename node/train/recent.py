@@ -43,6 +43,7 @@ def save_recent(trainer: Trainer, path: Path) -> None:
     head = {"state": msgspec.json.encode(state_of(trainer)).decode(), "boot": _boot()}
     temporary = path.with_name(f".{path.name}.writing")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         save_file(tensors, temporary, metadata=head)
         temporary.replace(path)
     except SafetensorError as error:  # what safetensors makes of a full disk
