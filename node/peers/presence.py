@@ -252,7 +252,8 @@ class Presence:
             async with asyncio.timeout(SEEK_TIMEOUT_S):
                 for address in (await self.look_up(peer_id))[:SEEK_PER_ROUND]:
                     # Its signature stands for its own address only, never for somebody else's.
-                    if address.endswith(f"/p2p/{peer_id}") and not await self._connect_one(address):
+                    theirs = address.endswith(f"/p2p/{peer_id}") and self._transport.may_dial(address)
+                    if theirs and not await self._connect_one(address):
                         break
         except (TimeoutError, TransportError, RemoteProtocolError) as error:
             log.debug("%s is not found: %s", peer_id, error)

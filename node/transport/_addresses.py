@@ -6,6 +6,7 @@ TCP, because the daemon embeds quic-go 0.40.0 (CVE-2023-49295, CVE-2024-22189).
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import re
 import socket
 from typing import TYPE_CHECKING
@@ -15,9 +16,11 @@ from protocol.identity import public_key
 from protocol.messages import PeerId
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from hivemind.utils.multiaddr import Multiaddr
 
-__all__ = ["parse_address", "peer_id_of", "require_free", "tcp_port", "with_port"]
+__all__ = ["may_dial", "parse_address", "peer_id_of", "require_free", "tcp_port", "with_port"]
 
 _LISTEN = re.compile(r"(/ip[46]/([0-9a-fA-F.:]+)/tcp/)([0-9]{1,5})")
 
@@ -41,6 +44,32 @@ def parse_address(address: str) -> tuple[PeerId, Multiaddr]:
         return peer_id, Multiaddr(address.rpartition("/p2p/")[0])
     except ValueError:
         raise _malformed(address) from None
+
+
+def may_dial(address: str, own: Sequence[str]) -> bool:
+    """Whether an address that a stranger gave is one to dial: TCP on an IP address that is public, or of a
+    kind (loopback, private) that one of this node's `own` addresses has, too. So nobody makes a node knock
+    at the doors of its own network, of its provider's machines, or by a protocol that it does not speak."""
+    kind = _kind(address)
+    return kind == "public" or (kind in ("loopback", "private") and kind in map(_kind, own))
+
+
+def _kind(address: str) -> str:
+    """public | loopback | private, "" for what is never dialled."""
+    match = _LISTEN.fullmatch(address.rpartition("/p2p/")[0] or address)
+    if match is None or not 0 < int(match.group(3)) <= 65_535:
+        return ""
+    try:
+        host = ipaddress.ip_address(match.group(2))
+    except ValueError:
+        return ""
+    if isinstance(host, ipaddress.IPv6Address) and host.ipv4_mapped is not None:
+        host = host.ipv4_mapped
+    if host.is_loopback:
+        return "loopback"
+    if host.is_link_local or host.is_multicast or host.is_unspecified or host.is_reserved:
+        return ""
+    return "public" if host.is_global else "private"
 
 
 def _malformed(address: str) -> AddressError:

@@ -78,6 +78,10 @@ class Transport(ABC):
         """Multiaddrs (with /p2p/<peer id>) under which others reach this node."""
 
     @abstractmethod
+    def may_dial(self, address: str) -> bool:
+        """Whether an address that a stranger gave is one that `connect` should be asked for."""
+
+    @abstractmethod
     async def connect(self, address: str) -> PeerId:
         """Connect to a peer and join its DHT. Raises `AddressError` (malformed, unreachable in time).
         From then on the transport keeps the connection: a lost one is dialled again with back-off."""

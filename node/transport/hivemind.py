@@ -26,7 +26,7 @@ from hivemind.dht.node import DHTNode
 from hivemind.p2p import P2P, PeerID
 from hivemind.proto import p2pd_pb2
 
-from node.transport._addresses import parse_address, require_free, tcp_port, with_port
+from node.transport._addresses import may_dial, parse_address, require_free, tcp_port, with_port
 from node.transport._control import SocketPair, read_message
 from node.transport._daemon import STACK_ERRORS, Session
 from node.transport._dht import DhtGuard, open_dht, unwrap, wrap
@@ -234,6 +234,9 @@ class HivemindTransport(Transport):
         return self._session
 
     # --- peers ---
+
+    def may_dial(self, address: str) -> bool:
+        return may_dial(address, self.addresses())
 
     async def connect(self, address: str) -> PeerId:
         peer_id, _ = parse_address(address)

@@ -321,6 +321,9 @@ class MemoryTransport(Transport):
     def addresses(self) -> tuple[str, ...]:
         return (f"/memory/p2p/{self.peer_id}",)
 
+    def may_dial(self, address: str) -> bool:
+        return True
+
     async def connect(self, address: str) -> PeerId:
         self._require_up()
         match = _ADDRESS.fullmatch(address)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import re
@@ -228,3 +229,26 @@ def test_process_ends_without_a_word_also_when_its_daemon_was_killed(tmp_path):
         env=environment,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+ANSWERED = ("/ipfs/id/1.0.0", "/ipfs/ping/1.0.0", "/meshsub/1.1.0")
+CLOSED = (
+    *("/ipfs/kad/1.0.0", "/ipfs/lan/kad/1.0.0"),  # the daemon's own DHT
+    *("/libp2p/autonat/1.0.0", "/libp2p/circuit/relay/0.2.0/hop"),
+    *("/libp2p/circuit/relay/0.1.0", "/libp2p/dcutr", "/libp2p/fetch/0.0.1", "/x/"),
+)
+"""`/libp2p/circuit/relay/0.2.0/stop` is open, and useless: only a relay that this node asked may use it."""
+
+
+async def test_the_daemon_answers_to_no_protocol_that_we_do_not_use(real_nodes):
+    """400,000 provider records of one peer took its own DHT from 55 to 239 MiB, past all our limits."""
+    first = await real_nodes.open(1)
+    second = await real_nodes.open(2, first)
+    for protocol in ANSWERED:
+        await (await second.open_stream(first.peer_id, protocol)).close()
+    answered = []
+    for protocol in CLOSED:
+        with contextlib.suppress(TransportError):
+            await (await second.open_stream(first.peer_id, protocol)).close()
+            answered.append(protocol)
+    assert answered == []
