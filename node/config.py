@@ -19,7 +19,7 @@ from typing import Any, Literal
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field
 
-from node.state.paths import Home, bundled, default_home
+from node.state.paths import Home, bundled, default_home, read_text
 from protocol.errors import ConfigError
 
 __all__ = [
@@ -474,7 +474,7 @@ def _plain(value: Any, *, is_text: bool) -> Any:
 def _read(file: Path) -> dict[str, Any]:
     path = file if file.is_file() or not _is_bare_name(file) else _profile(file)
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = read_text(path)
     except OSError as error:
         raise ConfigError(f"config file {str(file)!r} cannot be read: {error.strerror}") from None
     kind = "JSON" if path.suffix == ".json" else "TOML"

@@ -16,6 +16,7 @@ import contextlib
 import gc
 import logging
 import logging.handlers
+import multiprocessing
 import random
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -43,12 +44,20 @@ from node.telemetry import JsonlSink, SocketSink
 from node.transport import open_transport, peer_id_of, require_free
 from node.transport.base import Transport
 from protocol.charter import charter_bytes
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, KeyFileError
 from protocol.identity import Identity
 from protocol.messages import Charter, Digest
 from protocol.records import record_validator
 
-__all__ = ["EngineNotices", "join_node", "measure_skew_s", "open_alone", "run_loop", "run_node"]
+__all__ = [
+    "EngineNotices",
+    "join_node",
+    "measure_skew_s",
+    "open_alone",
+    "require_shared_memory",
+    "run_loop",
+    "run_node",
+]
 
 SWITCH_INTERVAL_S = 0.001
 """A worker thread gives the interpreter back this soon; with the default of 5 ms the event loop waits
@@ -94,8 +103,9 @@ def _started(config: NodeConfig) -> Iterator[Identity]:
     home.socket(config.name)
     with hold(home.create().lock):
         config.policy.folder(config.home)
-        identity = load_or_create_key(home.key)
+        identity = _key_of(home)
         if config.network.transport == "hivemind":
+            require_shared_memory()
             require_free(config.network.listen)
         try:
             remove_leftovers(home.state)
@@ -103,6 +113,41 @@ def _started(config: NodeConfig) -> Iterator[Identity]:
         except OSError as error:
             raise _unwritable(error, home) from None
         yield identity
+
+
+def _key_of(home: Home) -> Identity:
+    """This home's key, a new one for a new home. Raises KeyFileError where the state is another key's: its
+    numbers and windows would be taken for this one's."""
+    owner = home.owner.read_text().strip() if home.owner.is_file() else ""
+    if owner and not home.key.exists():
+        raise KeyFileError(
+            f"this home belonged to {owner}, and its key {home.key} is gone; put the key back, or start with "
+            "a new --home"
+        )
+    identity = load_or_create_key(home.key)
+    if owner and owner != identity.peer_id:
+        raise KeyFileError(
+            f"the state in {home.state} is of {owner}, the key {home.key} of {identity.peer_id}; put the key "
+            f"back, or start with a new --home"
+        )
+    if not owner:
+        try:
+            write_atomically(home.owner, f"{identity.peer_id}\n".encode())
+        except OSError as error:
+            raise _unwritable(error, home) from None
+    return identity
+
+
+def require_shared_memory() -> None:
+    """Raise ConfigError where this process gets no semaphore, without which the network's libraries do not
+    even load."""
+    try:
+        multiprocessing.get_context("spawn").Semaphore(1)
+    except (OSError, ImportError) as error:
+        raise ConfigError(
+            f"this system gives no semaphore ({error}): /dev/shm must be writable; docker run "
+            "--shm-size=64m, or mount a tmpfs there"
+        ) from None
 
 
 def _unwritable(error: OSError, home: Home) -> ConfigError:

@@ -77,10 +77,30 @@ def main() -> None:
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         _leave_interrupted()
+    except Exception as error:
+        _leave_with_story(error)
     except SystemExit as end:  # typer makes one of a KeyboardInterrupt, without a word
         if end.code == INTERRUPTED:
             _leave_interrupted()
         raise
+
+
+def _leave_with_story(error: Exception) -> None:
+    """One line for the user, and everything that we need to mend it in a file."""
+    import tempfile
+    import traceback
+
+    from node.events import inert
+
+    words = inert(" ".join(f"{type(error).__name__}: {error}".split()), 500)
+    try:
+        with tempfile.NamedTemporaryFile("w", prefix="swarm-bug-", suffix=".txt", delete=False) as file:
+            traceback.print_exception(error, file=file)
+        story = f"the whole story is in {file.name}"
+    except OSError as full:
+        story = f"and its story could not be written ({full.strerror})"
+    sys.stderr.write(f"swarm: {words}. This is a bug of ours, or a fault that we did not think of; {story}\n")
+    sys.exit(1)
 
 
 def _leave_interrupted() -> None:

@@ -17,7 +17,7 @@ from node.clock import Clock
 from node.config import NodeConfig
 from node.environment.tasks import pin
 from node.membership import Membership
-from node.state.paths import Home, bundled
+from node.state.paths import Home, bundled, read_text
 from node.state.stores import write_atomically
 from protocol.annex import MAX_ANNEX_BYTES
 from protocol.charter import charter_bytes, decode_charter, found, swarm_id
@@ -38,7 +38,7 @@ def read_or_found_charter(config: NodeConfig, identity: Identity, now_ms: int) -
     path = _charter_path(config, home)
     with _named(path):
         if path.suffix == ".toml":
-            charter = _founded(identity, path.read_text(encoding="utf-8"), home.charter, now_ms)
+            charter = _founded(identity, read_text(path), home.charter, now_ms)
         else:
             charter = decode_charter(path.read_bytes())
     return charter
@@ -89,7 +89,7 @@ def inspect_charter(config: NodeConfig) -> tuple[Path, Charter]:
     path = _charter_path(config, Home(config.home))
     with _named(path):
         if path.suffix == ".toml":
-            return path, found(Identity.generate(), path.read_text(encoding="utf-8"), 0)
+            return path, found(Identity.generate(), read_text(path), 0)
         return path, decode_charter(path.read_bytes())
 
 
@@ -102,8 +102,6 @@ def _named(path: Path) -> Iterator[None]:
         raise CharterError(f"{path}: {error}") from None
     except OSError as error:
         raise CharterError(f"cannot read or keep the charter {path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise CharterError(f"{path} is no TOML text; a signed charter must not end in .toml") from None
 
 
 def _charter_path(config: NodeConfig, home: Home) -> Path:

@@ -23,15 +23,29 @@ import platformdirs
 
 from protocol.errors import ConfigError
 
-__all__ = ["Home", "RunDir", "bundled", "default_home"]
+__all__ = ["Home", "RunDir", "bundled", "default_home", "read_text"]
 
 MAX_SOCKET_PATH_BYTES = 100  # the kernel's limit is 108 with the final NUL
 
 
 def default_home() -> Path:
-    """`$SWARM_HOME`, else the platform's user data directory."""
+    """`$SWARM_HOME`, else the platform's user data directory. Raises ConfigError for a user without one."""
     value = os.environ.get("SWARM_HOME")
-    return Path(value).expanduser() if value else Path(platformdirs.user_data_dir("murmuration"))
+    try:
+        return Path(value).expanduser() if value else Path(platformdirs.user_data_dir("murmuration"))
+    except RuntimeError:
+        raise ConfigError(
+            f"there is no home folder for the user with id {os.getuid()}; set SWARM_HOME, or give --home"
+        ) from None
+
+
+def read_text(path: Path) -> str:
+    """A text file as people write them: UTF-8, with or without a byte order mark. Raises ConfigError for
+    UTF-16, OSError."""
+    data = path.read_bytes()
+    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise ConfigError(f"{path} is UTF-16 text; save it as UTF-8")
+    return data.decode("utf-8-sig", errors="replace")
 
 
 def bundled(relative: str) -> Path:
@@ -114,6 +128,11 @@ class Home:
     @property
     def state(self) -> Path:
         return self.root / "state"
+
+    @property
+    def owner(self) -> Path:
+        """Whose state it is: a peer id."""
+        return self.state / "owner"
 
     @property
     def trust(self) -> Path:

@@ -41,6 +41,7 @@ __all__ = [
     "check_network",
     "check_policy",
     "check_sandbox",
+    "check_shared_memory",
     "check_versions",
     "doctor",
 ]
@@ -77,23 +78,24 @@ def doctor(
     network, clock."""
     resolved = resolve(config, setting, home)
     place = Home(resolved.home)
-    checks: list[Callable[[], Finding]] = [
-        check_versions,
-        check_imports,
-        lambda: check_home(place, shutil.disk_usage(_existing(place.root)).free),
-        lambda: check_key(place.key),
-        lambda: check_charter(resolved),
-        lambda: check_listen(resolved.network.listen),
-        lambda: check_engine(resolved),
-        lambda: check_extras(resolved),
-        lambda: check_policy(resolved),
-        lambda: check_memory(resolved),
-        check_sandbox,
-        lambda: check_network(peer),
-    ]
+    checks: dict[str, Callable[[], Finding]] = {
+        "versions": check_versions,
+        "imports": check_imports,
+        "home": lambda: check_home(place, shutil.disk_usage(_existing(place.root)).free),
+        "key": lambda: check_key(place.key),
+        "charter": lambda: check_charter(resolved),
+        "listen": lambda: check_listen(resolved.network.listen),
+        "engine": lambda: check_engine(resolved),
+        "extras": lambda: check_extras(resolved),
+        "policy": lambda: check_policy(resolved),
+        "memory": lambda: check_memory(resolved),
+        "sandbox": check_sandbox,
+        "shared memory": check_shared_memory,
+        "network": lambda: check_network(peer),
+    }
     findings = []
-    for check in checks:
-        finding = check()
+    for name, check in checks.items():
+        finding = _found(name, check)
         findings.append(finding)
         if not json:
             mark = "ok  " if finding.ok else "FAIL"
@@ -104,6 +106,27 @@ def doctor(
         write_json(findings)
     if not all(finding.ok for finding in findings):
         raise typer.Exit(1)
+
+
+def _found(name: str, check: Callable[[], Finding]) -> Finding:
+    """What a check finds; whatever it raises is a finding, too: this command is for machines on which things
+    fail in ways that nobody has thought of."""
+    try:
+        return check()
+    except Exception as error:
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        return Finding(name, False, text, "no check should fail so; tell us, with the output of this command")
+
+
+def check_shared_memory() -> Finding:
+    """Semaphores, which the network's libraries make when they are imported."""
+    from node.main import require_shared_memory
+
+    try:
+        require_shared_memory()
+    except ConfigError as error:
+        return Finding("shared memory", False, str(error), "docker run --shm-size=64m")
+    return Finding("shared memory", True, "semaphores can be made")
 
 
 def check_versions() -> Finding:

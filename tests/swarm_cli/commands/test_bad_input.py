@@ -115,7 +115,8 @@ def test_a_bad_charter(run: Callable[..., Ended], tmp_path: Path, kind: str, sen
             "unknown key 'group_sise' in the charter: did you mean 'group_size'?",
         ),
         (b"name = ", "not valid TOML"),
-        (b"\xff\xfe\x00", "is no TOML text"),
+        (b"\xff\xfe\x00", "is UTF-16 text; save it as UTF-8"),
+        (b"\x80\x00", "not valid TOML"),
     ],
 )
 def test_bad_rules_of_an_own_swarm(
