@@ -99,24 +99,25 @@ def is_held_out(question: str) -> bool:
     return hashlib.sha256(question.encode("utf-8", "surrogatepass")).digest()[0] < HELD_OUT_BYTE
 
 
-def training_question(swarm_id: Digest, index: int, derive: Callable[[int], str]) -> Question:
-    """The question to train on at `index`: of the seeds of attempts 0, 1, ... the first whose question is not
-    held out. `derive` gives the question of a seed. Raises `CharterError` when all attempts are held out."""
+def training_question(swarm_id: Digest, index: int, derive: Callable[[int], str | None]) -> Question:
+    """The question to train on at `index`: of the seeds of attempts 0, 1, ... the first that has one which is
+    not held out. `derive` gives the question of a seed, None where its environment fails. Raises
+    `CharterError` when no attempt has one."""
     for attempt in range(MAX_ATTEMPTS):
         seed = item_seed(swarm_id, index, attempt)
         text = derive(seed)
-        if not is_held_out(text):
+        if text is not None and not is_held_out(text):
             return Question(attempt, seed, text)
     raise CharterError(_too_few("only held-out questions", "universe", index))
 
 
-def held_out_question(swarm_id: Digest, index: int, derive: Callable[[int], str]) -> Question:
+def held_out_question(swarm_id: Digest, index: int, derive: Callable[[int], str | None]) -> Question:
     """The evaluation question number `index`: the first that is held out. About ten calls of `derive`. Raises
     `CharterError` when the environment has no held-out question."""
     for attempt in range(MAX_ATTEMPTS):
         seed = held_out_seed(swarm_id, index, attempt)
         text = derive(seed)
-        if is_held_out(text):
+        if text is not None and is_held_out(text):
             return Question(attempt, seed, text)
     raise CharterError(_too_few("no held-out question", "evaluation", index))
 

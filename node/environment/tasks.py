@@ -266,7 +266,8 @@ class ReasoningGymEnvironment:
         """See `Environment.score`. Surrounding white space does not count."""
         text = completion.text.strip()
         try:
-            raw = float(self._dataset.score_answer(text, prompt.entry))
+            # Some scorers make a number of it, which takes hours and gigabytes (coin_flip: "1e999999999").
+            raw = 0.0 if _HUGE.search(text) else float(self._dataset.score_answer(text, prompt.entry))
         except Exception:  # a foreign scorer on a stranger's text: the answer is wrong
             raw = 0.0
         exact = raw == 1.0 and not _claims_non_finite(text, prompt.entry["answer"])
@@ -328,6 +329,8 @@ _HASH_ORDER_TASKS = frozenset(
 )
 """Another question under another PYTHONHASHSEED (reasoning-gym 0.1.25); composite may contain them."""
 
+_HUGE = re.compile(r"[eE][+-]?[\d_]{4,}")
+"""An exponent that no answer of these tasks has."""
 _NON_FINITE = re.compile(r"\b(?:nan|inf|infinity)\b", re.IGNORECASE)
 
 _random_lock = threading.Lock()

@@ -72,6 +72,10 @@ class Generator:
         """Whether this node trains the policy that it generates with."""
         return self.lineage.owner == self._membership.peer_id
 
+    def take_faults(self) -> list[str]:
+        """What tasks did on own answers that they must not, each kind once."""
+        return self._scorer.take_faults()
+
     def too_old(self, prompt: PromptRef) -> bool:
         """Whether peers refuse a group of this slot for its age."""
         return self._membership.too_old(prompt)

@@ -25,7 +25,9 @@ from node.membership import Membership
 from node.runtime import Runtime
 from node.state.windows import MemoryWindows
 from node.supervise import StageGauge
+from node.transport.limits import FirstTimes
 from protocol.constants import MAX_CLOCK_SKEW_MS
+from protocol.errors import CharterError
 from protocol.messages import Charter, Digest, PromptRef
 from protocol.prompts import environment_of, held_out_question, slots, training_question, window_of
 
@@ -54,9 +56,10 @@ class Universe:
 
     @cachedmethod(attrgetter("_items"), lock=attrgetter("_lock"))
     def item(self, index: int) -> Prompt:
-        """The training prompt behind a universe index; never a held-out one."""
+        """The training prompt behind a universe index; never a held-out one. Raises CharterError where the
+        environment has none."""
         environment = self._environments[environment_of(self._charter, index).name]
-        question = training_question(self._swarm_id, index, lambda seed: environment.prompt(seed, 0).text)
+        question = training_question(self._swarm_id, index, functools.partial(_question, environment))
         return environment.prompt(question.seed, 0)
 
     def held_out(self, per_task: int, *, after: int = 0) -> dict[str, list[Prompt]]:
@@ -72,8 +75,17 @@ class Universe:
         }
 
     def _held_out_item(self, environment: Environment, number: int) -> Prompt:
-        question = held_out_question(self._swarm_id, number, lambda seed: environment.prompt(seed, 0).text)
+        question = held_out_question(self._swarm_id, number, functools.partial(_question, environment))
         return environment.prompt(question.seed, 0)
+
+
+def _question(environment: Environment, seed: int) -> str | None:
+    """The question of a seed; None where the environment fails on it, which it does on every machine."""
+    try:
+        text = environment.prompt(seed, 0).text
+    except Exception:  # of a third party's code
+        return None
+    return text if isinstance(text, str) else None
 
 
 class PromptFeed:
@@ -97,11 +109,12 @@ class PromptFeed:
         """The one whose slots are given now; -1 for none."""
         self._slot = 0
         self._told_ahead = -1
+        self._first_times = FirstTimes()
 
     async def next(self, gauge: StageGauge | None = None) -> AssignedPrompt:
         """The next slot; at most one window away, where the disk takes that a window is begun. That wait is
         one of `gauge`."""
-        member, charter = self._membership, self._membership.charter
+        charter = self._membership.charter
         while True:
             window = window_of(charter, self._runtime.now_ms())
             self._tell_ahead(window)
@@ -111,13 +124,25 @@ class PromptFeed:
                 self._window, self._slot = window, 0
                 continue  # the disk may have taken its time
             if window == self._window and self._slot < charter.slots_per_window:
-                break
+                if (assigned := self._assigned()) is not None:
+                    return assigned
+                continue
             next_at = charter.created_at + (window + 1) * charter.window_ms
             await asyncio.sleep(max(1, next_at - self._runtime.now_ms()) / 1000)
+
+    def _assigned(self) -> AssignedPrompt | None:
+        """The next slot of this window; None, told once, where its environment has no question for it."""
+        member, charter = self._membership, self._membership.charter
         index = slots(member.swarm_id, charter, self._window, member.peer_id)[self._slot]
         ref = PromptRef(window=self._window, slot=self._slot, index=index)
         self._slot += 1
-        return AssignedPrompt(ref=ref, prompt=self._universe.item(index))
+        try:
+            return AssignedPrompt(ref=ref, prompt=self._universe.item(index))
+        except CharterError as error:
+            name = environment_of(charter, index).name
+            if self._first_times.is_new(name):
+                self._runtime.notice(NoticeLevel.WARNING, f"slots of {name} are left out: {error}")
+            return None
 
     def _tell_ahead(self, window: int) -> None:
         """Say once of each such time that windows were begun which lie ahead of the clock's."""

@@ -210,6 +210,8 @@ class RolloutStage:
                     accepted, body = await self._runtime.run(
                         Lane.SCORE, generator.complete, assigned, rollouts, at_ms, generate_s
                     )
+                for fault in generator.take_faults():
+                    self._runtime.notice(NoticeLevel.WARNING, fault)
             except NoGroupError as error:
                 self._tell(assigned, f"dropped: {error}")
                 self._admission.finished(accepted=0, dropped=1)

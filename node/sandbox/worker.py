@@ -26,11 +26,11 @@ from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
+from node.environment.guard import guarded_score
 from node.environment.tasks import (
     Completion,
     Environment,
     Prompt,
-    Score,
     open_environment,
     package_paths,
     registered,
@@ -136,7 +136,7 @@ def _open_environments(setup: Setup, own: Mapping[str, EntryPoint]) -> dict[str,
         environment = open_environment(name, config, own)
         prompt = environment.prompt(0, 0)
         for text in _WARM_UP_ANSWERS:
-            environment.score(prompt, Completion(text=text, finished=True))
+            guarded_score(environment, prompt, Completion(text=text, finished=True))
         environments[name] = environment
     return environments
 
@@ -262,8 +262,7 @@ class _Worker:
             sys.modules["numpy"].random.seed(0)
         if Layer.DETECTION in self._setup.layers:
             self._detector.arm(report)
-        scores = [environment.score(prompt, each) for each in completions]
-        return msgspec.msgpack.encode([Score(float(each.reward), tuple(each.components)) for each in scores])
+        return msgspec.msgpack.encode([guarded_score(environment, prompt, each)[0] for each in completions])
 
 
 def _read_frame(descriptor: int) -> bytes:

@@ -15,6 +15,7 @@ from node.environment.tasks import Prompt
 from node.share.heard import Heard
 from node.verify.base import ACCEPT, Item, Verdict, reject, suspect
 from node.verify.ledger import Ledger
+from protocol.errors import CharterError
 from protocol.messages import Charter, Digest, PromptRef
 from protocol.prompts import skip_share, slots
 
@@ -105,7 +106,10 @@ class PromptDerivation:
 
     def check(self, item: Item) -> Verdict:
         """See `Check.check`."""
-        derived = self._item_at(item.group.prompt.index)
+        try:
+            derived = self._item_at(item.group.prompt.index)
+        except CharterError:  # the environment fails here; elsewhere, it seems, it does not
+            return reject("no_question", blames_author=False)
         if (item.group.environment, item.group.question) != (derived.environment, derived.text):
             return reject("tampered_prompt")
         return ACCEPT

@@ -9,6 +9,7 @@ import random
 import re
 import subprocess
 import sys
+import time
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -427,3 +428,13 @@ def test_an_own_task_is_pinned_by_all_of_its_files(tmp_path: Path, monkeypatch: 
     assert pin("own/words") != first
     with pytest.raises(ConfigError, match="unknown environment 'own/word'"):
         pin("own/word")
+
+
+@pytest.mark.parametrize("text", ["1e10000000", "1e999999999", "1E+1_000_000", "-3e-99999"])
+def test_an_exponent_that_takes_hours_is_a_wrong_answer(text: str) -> None:
+    """coin_flip makes a Fraction of the text: 9 s with the interpreter held, and half a gigabyte."""
+    environment = open_environment("reasoning_gym/coin_flip", {})
+    began_s = time.thread_time()
+    score = environment.score(environment.prompt(1, 0), Completion(text, finished=True))
+    assert score.reward == 0.0
+    assert time.thread_time() - began_s < 0.1

@@ -277,3 +277,35 @@ def test_the_cache_saves_deriving_and_is_bounded(monkeypatch: pytest.MonkeyPatch
     derived = one.derived
     items.item(0)
     assert one.derived > derived
+
+
+def test_a_task_that_fails_on_seeds_costs_its_slots_at_most() -> None:
+    """Seeds on which it raises are passed over, the same on every machine; a task that always does is told
+    once, and the others go on."""
+
+    class Fails(Numbers):
+        def __init__(self, name: str, every: int) -> None:
+            super().__init__(name)
+            self.every = every
+
+        def prompt(self, seed: int, index: int) -> Prompt:
+            if seed % self.every == 0:
+                raise IndexError("no such word")
+            return super().prompt(seed, index)
+
+    now_and_then = Universe(SWARM, CHARTER, {"one": Fails("one", 2), "two": Numbers("two")})
+    for index in range(CHARTER.universe_size):
+        assert now_and_then.item(index).seed % 2 or environment_of(CHARTER, index).name == "two"
+    assert len(now_and_then.held_out(5)["one"]) == 5
+
+    async def main() -> None:
+        told, clock = list[str](), VirtualClock()
+        runtime = make_runtime(clock)
+        runtime.bus.subscribe(lambda event: told.append(event.text) if isinstance(event, Notice) else None)
+        always = Universe(SWARM, CHARTER, {"one": Fails("one", 1), "two": Numbers("two")})
+        source = PromptFeed(runtime, Membership(ALICE, CHARTER, clock), always, MemoryWindows())
+        assert {(await source.next()).prompt.environment for _ in range(12)} == {"two"}
+        assert len(told) == 1
+        assert told[0].startswith("slots of one are left out: ")
+
+    run_virtual(main())
