@@ -86,7 +86,14 @@ def resolved(config: NodeConfig, policy: Policy, plan: MemoryPlan) -> NodeConfig
 def train_settings(config: NodeConfig, charter: Charter) -> TrainSettings:
     """What the trainer and the batches need, apart from the memory plan. Raises ConfigError for an objective
     that this node cannot feed, for options that it does not have, and for merges of adapters."""
-    from node.train.objectives import EVERY_TRAINER, Aggregation, Need, open_objective, require
+    from node.train.objectives import (
+        EVERY_TRAINER,
+        Aggregation,
+        Need,
+        open_objective,
+        require,
+        require_disbelief,
+    )
     from node.train.settings import TrainSettings
     from node.weight.advantage.registry import ADVANTAGES
     from node.weight.settings import Treatment, WeightSettings
@@ -99,6 +106,8 @@ def train_settings(config: NodeConfig, charter: Charter) -> TrainSettings:
         )
     own, compat = open_objective(train.objective, train.objective_options), open_objective("compat")
     require(own, EVERY_TRAINER | {Need.SNAPSHOT, Need.EWMA})  # which are kept as soon as one is needed
+    if train.external_groups and config.network.transport != "none":
+        require_disbelief(own)
     if ADVANTAGES[weight.advantage].drops_pivot and charter.group_size % 2 == 0:
         raise ConfigError(
             f"weight.advantage {weight.advantage!r} leaves one rollout of each group out and needs groups of "

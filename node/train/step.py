@@ -31,6 +31,7 @@ from node.events import Gaps, SourceShare
 from node.rollout.adapter import adapter_state, adapter_tensors, wrap
 from node.rollout.engine.base import TokenSequence
 from node.rollout.policy import Policy
+from node.train.claims import bounded_claims
 from node.train.ess_scaling import ess_share, rate_factor, sequence_log_weights
 from node.train.forward import completion_logprobs, packed
 from node.train.metrics import RowSums, by_kind, by_source, gaps
@@ -77,7 +78,7 @@ class StepReport:
     """Rows that were left out because their advantage is no finite number."""
     kinds: tuple[SourceShare, ...] = ()
     ess: float = 1.0
-    """Of the own lineage's completions, as a share (`ess_scaling.py`)."""
+    """Of own completions, as a share (`ess_scaling.py`)."""
     gaps: Gaps | None = None
     kl_step: float | None = None
     """k3 estimate of KL(before || after) on own rollouts, nats per token; None: not measured."""
@@ -173,7 +174,7 @@ class Trainer:
         began_s = time.perf_counter()
         loss, sums, logprobs_BT = self._in_memory(lambda: self.accumulate(batch), _lengths(batch))
         grad_norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, self.settings.max_grad_norm))
-        own_B = batch.own_lineage_B
+        own_B = batch.own_B  # no claim of a peer shrinks a step, or has it taken back
         ess = ess_share(
             sequence_log_weights(logprobs_BT[own_B], batch.behaviour_BT[own_B], batch.mask_BT[own_B])
         )
@@ -357,7 +358,7 @@ class Trainer:
 
         stored_BT = take(batch.ingestion_BT)
         first_use_B = stored_BT[:, 0].isnan()
-        return LossInputs(
+        inputs = LossInputs(
             logprobs_BT=logprobs_BT,
             ingestion_BT=torch.where(first_use_B[:, None], logprobs_BT.detach(), stored_BT),
             behaviour_BT=take(batch.behaviour_BT),
@@ -373,6 +374,7 @@ class Trainer:
             snapshot_BT=None if batch.snapshot_BT is None else take(batch.snapshot_BT),
             ewma_BT=None if batch.ewma_BT is None else take(batch.ewma_BT),
         )
+        return bounded_claims(inputs, take(batch.own_B))
 
     def _micro_loss(
         self,

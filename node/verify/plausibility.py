@@ -5,7 +5,8 @@ group, the dearest check, so it comes last. Same tokenizer: the author's token i
 its temperature. Other tokenizer: the text is tokenized here and both totals are divided by this node's count
 of tokens, so that the ratio of token counts does not enter (algorithms.md A2). Claims far below the local
 value make importance ratios explode, claims far above hide improbable text; both are beyond the charter's
-gap.
+gap. The worst rollout decides, so that one lie cannot be hidden behind seven small ones of the other sign.
+What a claim may do to a gradient is bounded whatever is found here (`node/train/claims.py`).
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ class Plausibility:
         return suspect("implausible_logprobs") if gap > self._max_gap else ACCEPT
 
     def gap_nats(self, item: Item) -> float:
-        """|claimed - local| total log-probability of the group per token of this node's tokenizer."""
+        """|claimed - local| log-probability of the worst rollout per token of this node's tokenizer."""
         prompt_ids = tuple(self._policy.encode_prompt(item.group.question))
         native = item.group.lineage.tokenizer == self._policy.tokenizer_digest
         temperature = item.group.sampling.temperature
         sequences: list[TokenSequence] = []
-        claimed = 0.0
+        claimed: list[float] = []
         for rollout, arrays in zip(item.group.rollouts, item.tokens, strict=True):
             if native:
                 token_ids = tuple(arrays.token_ids_T.tolist())
@@ -59,13 +60,14 @@ class Plausibility:
                 token_ids = tuple(self._policy.encode_completion(rollout.text, finished))
             if self._fits(prompt_ids, token_ids):
                 sequences.append(TokenSequence(prompt_ids, token_ids, temperature))
-                claimed += float(arrays.logprobs_T.sum(dtype=np.float64))
+                claimed.append(float(arrays.logprobs_T.sum(dtype=np.float64)))
         if not sequences:
             return 0.0
-        local = sum(
-            float(logprobs_T.sum(dtype=np.float64)) for logprobs_T in self._engine.logprobs(sequences)
+        local = self._engine.logprobs(sequences)
+        return max(
+            abs(said - float(logprobs_T.sum(dtype=np.float64))) / len(logprobs_T)
+            for said, logprobs_T in zip(claimed, local, strict=True)
         )
-        return abs(claimed - local) / sum(len(sequence.token_ids) for sequence in sequences)
 
     def _fits(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> bool:
         """Whether the engine takes it. A stranger's text may be long in the local tokenizer, and a model with

@@ -42,6 +42,7 @@ def list_objectives(json: JsonOption = False) -> None:
             "description": each.description,
             "options": each.options,
             "required": each.required,
+            "peers": each.for_peers,
             "for": "other models" if each.foreign else "own groups",
         }
         for each in all_presets()

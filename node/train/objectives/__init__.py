@@ -9,7 +9,7 @@
 
 from node.train.objectives import presets  # noqa: F401  importing registers them
 from node.train.objectives.aggregation import Aggregation
-from node.train.objectives.base import LossInputs, Need, TokenLoss
+from node.train.objectives.base import MAX_CLAIM_FACTOR, LossInputs, Need, TokenLoss
 from node.train.objectives.objective import Objective, Plan
 from node.train.objectives.ratio import Level, Ratio, Reference
 from node.train.objectives.registry import (
@@ -19,10 +19,12 @@ from node.train.objectives.registry import (
     all_presets,
     open_objective,
     require,
+    require_disbelief,
 )
 
 __all__ = [
     "EVERY_TRAINER",
+    "MAX_CLAIM_FACTOR",
     "Aggregation",
     "Evidence",
     "Level",
@@ -37,4 +39,5 @@ __all__ = [
     "all_presets",
     "open_objective",
     "require",
+    "require_disbelief",
 ]

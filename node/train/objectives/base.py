@@ -17,7 +17,11 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-__all__ = ["PROVIDERS", "LossInputs", "Need", "TokenLoss", "given", "masked"]
+__all__ = ["MAX_CLAIM_FACTOR", "PROVIDERS", "LossInputs", "Need", "TokenLoss", "given", "masked"]
+
+MAX_CLAIM_FACTOR = 2.0
+"""What an author claims about its log-probabilities makes no ratio of a token larger than this
+(`node/train/claims.py`), nor may an objective that peers' groups use make more of it."""
 
 
 class Need(StrEnum):

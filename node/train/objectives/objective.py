@@ -50,6 +50,15 @@ class Objective:
         return self.ratio.needs.union(*(control.needs for control in self.controls))
 
     @property
+    def believes_claims(self) -> bool:
+        """Whether an author's lie about its log-probabilities moves a gradient by more than a factor of
+        `MAX_CLAIM_FACTOR`: then it is not for peers' groups."""
+        product = self.ratio.level is Level.SEQUENCE and self.ratio.claimed
+        # With `kept_only` a rollout whose claim gets it dropped leaves its weight to the others.
+        passed_on = self.kept_only and Need.BEHAVIOUR in self.needs
+        return product or passed_on or any(control.believes_claims for control in self.controls)
+
+    @property
     def whole_batch(self) -> bool:
         """Whether a micro-batch needs the `plan` of all rows."""
         return self.kept_only or any(control.whole_batch for control in self.controls)

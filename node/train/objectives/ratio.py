@@ -90,6 +90,11 @@ class Ratio:
         """What must be there."""
         return _NEEDS.get(self.of, frozenset()) | _NEEDS.get(self.over, frozenset())
 
+    @property
+    def claimed(self) -> bool:
+        """Whether an author's own word decides it."""
+        return not _CLAIMS.isdisjoint((self.of, self.over))
+
     @torch.no_grad()
     def log(self, inputs: LossInputs) -> Tensor:
         """The logarithm, detached and clamped; 0 where masked. `inputs` are clean."""
@@ -109,6 +114,8 @@ class Ratio:
         gaps_BT = logprobs(self.of, inputs) - logprobs(self.over, inputs)
         return reduced(self.level, masked(gaps_BT, inputs.mask_BT), inputs.mask_BT)
 
+
+_CLAIMS = frozenset({Reference.AUTHOR, Reference.BEHAVIOUR, Reference.INTERPOLATED})
 
 ON_POLICY = Ratio(Reference.CURRENT)
 """1 everywhere, with the gradient of log pi: no correction."""

@@ -20,11 +20,20 @@ from typing import Any, ParamSpec, get_type_hints
 
 import msgspec
 
-from node.train.objectives.base import PROVIDERS, Need
+from node.train.objectives.base import MAX_CLAIM_FACTOR, PROVIDERS, Need
 from node.train.objectives.objective import Objective
 from protocol.errors import ConfigError
 
-__all__ = ["EVERY_TRAINER", "Evidence", "Preset", "all_presets", "open_objective", "preset", "require"]
+__all__ = [
+    "EVERY_TRAINER",
+    "Evidence",
+    "Preset",
+    "all_presets",
+    "open_objective",
+    "preset",
+    "require",
+    "require_disbelief",
+]
 
 Options = ParamSpec("Options")
 
@@ -79,7 +88,16 @@ class Preset:
     @property
     def needs(self) -> frozenset[Need]:
         """With default options."""
-        return self.make(**dict.fromkeys(self.required, 1.0)).needs
+        return self._default.needs
+
+    @property
+    def for_peers(self) -> bool:
+        """Whether, with default options, a lying author moves no gradient by more than a stated factor."""
+        return not self._default.believes_claims
+
+    @property
+    def _default(self) -> Objective:
+        return self.make(**dict.fromkeys(self.required, 1.0))
 
 
 _PRESETS: dict[str, Preset] = {}
@@ -123,6 +141,18 @@ def require(objective: Objective, available: Iterable[Need] = EVERY_TRAINER) -> 
     """Raises ConfigError, which names what is missing and who provides it, unless all inputs are there."""
     for need in sorted(objective.needs - frozenset(available)):
         raise ConfigError(f"objective {objective.name} needs {PROVIDERS[need]}")
+
+
+def require_disbelief(objective: Objective) -> None:
+    """Raises ConfigError, which names those that are, unless the objective is safe with authors that lie
+    about their log-probabilities."""
+    if objective.believes_claims:
+        safe = ", ".join(each.name for each in all_presets() if each.for_peers and not each.foreign)
+        raise ConfigError(
+            f"objective {objective.name}, with these options, believes the log-probabilities that peers "
+            f"claim: a lie moves its gradient by more than a factor of {MAX_CLAIM_FACTOR:g}; choose one of "
+            f"{safe}, or set train.external_groups to 0"
+        )
 
 
 def _checked(chosen: Preset, key: str, value: Any, hints: Mapping[str, Any]) -> Any:

@@ -168,6 +168,16 @@ def test_groups_of_an_even_size_have_no_median_to_leave_out(config: NodeConfig) 
     assert train_settings(load_config([], keys), odd).weight.advantage == "mc_grpo"
 
 
+def test_an_objective_that_believes_claims_is_not_for_peers_groups(config: NodeConfig) -> None:
+    keys: dict[str, object] = {"policy.device": "cpu", "train.objective": "vcpo"}
+    with pytest.raises(
+        ConfigError, match=r"objective vcpo, .* choose one of .* set train.external_groups to 0"
+    ):
+        train_settings(load_config([], keys), found(OURS, rules(), 0))
+    for alone in ({"train.external_groups": 0}, {"network.transport": "none"}):
+        train_settings(load_config([], keys | alone), found(OURS, rules(), 0))  # refuses nothing of it
+
+
 def test_adapters_are_not_merged(config: NodeConfig) -> None:
     keys = {"policy.device": "cpu", "policy.tuning": "lora", "merge.enabled": True}
     with pytest.raises(ConfigError, match=r"merge.enabled is for all weights, and this node"):

@@ -50,7 +50,7 @@ def test_micro_batches_add_up(policy: Policy, batch: TrainingBatch) -> None:
 
 def test_loss_is_the_sum_of_source_means(policy: Policy, groups: list[Any]) -> None:
     """Against loops over single sequences, with PPO's clip for everybody and no compatibility weight in the
-    way."""
+    way. A peer's claim makes no ratio larger than 2."""
     settings = dataclasses.replace(
         SETTINGS, own=ppo_clip(clip_low=0.3, clip_high=0.1), weight=WeightSettings(external_weight=0.5)
     )
@@ -65,6 +65,7 @@ def test_loss_is_the_sum_of_source_means(policy: Policy, groups: list[Any]) -> N
             for place, token in enumerate(rollout.tokens_T.tolist()):
                 row = logits[len(group.prompt_ids) - 1 + place]
                 ratio = math.exp(float(torch.log_softmax(row, -1)[token]) - float(rollout.behaviour_T[place]))
+                ratio = ratio if group.source == "own" else min(ratio, 2.0)
                 clipped = min(max(ratio, 0.7), 1.1)
                 sums[group.source] -= group.trust * min(ratio * advantage, clipped * advantage)
                 tokens[group.source] += 1

@@ -112,3 +112,14 @@ def test_what_the_local_engine_cannot_take_is_left_out(world, alice, token_ids, 
     engine = FlatEngine(-1.0, context)
     assert check(world, Awkward(), engine).gap_nats(item_of(world, flat_group(world, alice, -9.0))) == 0.0
     assert engine.calls == []
+
+
+def test_one_lie_is_not_hidden_behind_small_ones_of_the_other_sign(world, alice):
+    """One rollout claimed 14 nats a token too low, the seven others 2 too high: the sum is right."""
+    tokens = [ord("1")] * 4 + [EOS]
+    claims = [-16.5] + [-0.5] * 7
+    rollouts = tuple(rollout(tokens, [claim] * 5, reward=0.0) for claim in claims)
+    item = item_of(world, replace(world.group(alice), rollouts=rollouts))
+    plausibility = check(world, CharacterPolicy(), FlatEngine(-2.5))
+    assert plausibility.gap_nats(item) == pytest.approx(14.0)
+    assert plausibility.check(item).reason == "implausible_logprobs"

@@ -114,6 +114,12 @@ class Control(ABC):
         ratios = [value for value in vars(self).values() if isinstance(value, Ratio)]
         return self.also_needs.union(*(ratio.needs for ratio in ratios))
 
+    @property
+    def believes_claims(self) -> bool:
+        """Whether a lie about log mu moves a gradient by more than `MAX_CLAIM_FACTOR`, although none makes
+        the ratio of a token larger than that."""
+        return False
+
     def measure(self, draft: Draft) -> Tensor:
         """The statistic over all rows of the treatment, without gradient."""
         return draft.weight_BT.new_empty(0)

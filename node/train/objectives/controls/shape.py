@@ -46,5 +46,10 @@ class Penalty(Control):
     of: Ratio
     coefficient: float
 
+    @property
+    def believes_claims(self) -> bool:
+        """The pull grows with the log ratio, without bound where a claim is too high."""
+        return self.coefficient > 0 and self.of.claimed
+
     def __call__(self, draft: Draft, statistic: Tensor) -> Draft:
         return draft.penalised(self.coefficient * self.of.attached(draft.inputs) ** 2)

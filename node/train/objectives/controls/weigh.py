@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from node.train.objectives.base import Need, given
+from node.train.objectives.base import MAX_CLAIM_FACTOR, Need, given
 from node.train.objectives.controls.base import Control, Draft
 from node.train.objectives.ratio import Level, Ratio, reduced
 
@@ -35,6 +35,11 @@ class Truncate(Control):
     """Rollouts with A >= 0 weigh 1."""
     report_raw: bool = True
 
+    @property
+    def believes_claims(self) -> bool:
+        """The ratio of a whole completion is bounded by this cap alone."""
+        return self.of.level is Level.SEQUENCE and self.of.claimed and self.high > MAX_CLAIM_FACTOR
+
     def __call__(self, draft: Draft, statistic: Tensor) -> Draft:
         raw_BT = self.of.value(draft.inputs)
         if self.negative_only:
@@ -48,6 +53,11 @@ class Normalise(Control):
     """Divides all weights by their mean over the batch's tokens that were not dropped."""
 
     whole_batch: ClassVar[bool] = True
+
+    @property
+    def believes_claims(self) -> bool:
+        """What some rows claim moves the mean, and so all others."""
+        return True
 
     def measure(self, draft: Draft) -> Tensor:
         weights_N = draft.weight_BT[draft.mask_BT & (draft.weight_BT > 0)]
