@@ -76,16 +76,18 @@ def run_node(config: NodeConfig, show: Callable[[Event], None]) -> bool:
 
 
 def join_node(
-    config: NodeConfig, address: str, joining: Callable[[Charter], None], show: Callable[[Event], None]
+    config: NodeConfig, address: str, agree: Callable[[Charter], None], show: Callable[[Event], None]
 ) -> bool:
-    """As `run_node`, in the swarm of the node at `address`. That node is asked for the charter, which is kept
-    at home and told to `joining`. Raises AddressError and CharterError, too."""
+    """As `run_node`, in the swarm of the node at `address`. That node is asked for the charter; a new one is
+    kept at home once `agree` has raised nothing. Raises AddressError and CharterError, too."""
     peer_id_of(address)
     kept = Home(config.home).charter
     with _started(config) as identity, asyncio.Runner() as loop, _Network(config, loop) as network:
         charter = loop.run(network.ask_charter(address))
-        write_atomically(kept, charter_bytes(charter))
-        joining(charter)
+        data = charter_bytes(charter)
+        if not kept.is_file() or kept.read_bytes() != data:  # else this home is in that swarm already
+            agree(charter)
+            write_atomically(kept, data)
         membership = open_membership(Home(config.home), identity, charter, SystemClock())
         config = config.model_copy(update={"charter": str(kept)})
         return _run(config, membership, loop, network, show)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Annotated
 
 import typer
 
 from protocol.errors import ConfigError
+from swarm_cli.commands.consent import agree
 from swarm_cli.commands.model import fetch_missing
-from swarm_cli.commands.run import NameOption, StepsOption, run_here
+from swarm_cli.commands.run import Joining, NameOption, StepsOption, run_here
 from swarm_cli.options import ConfigFiles, HomeOption, JsonOption, Settings, resolve
 from swarm_cli.output import err
 
@@ -22,9 +24,18 @@ def join(
     home: HomeOption = None,
     name: NameOption = None,
     steps: StepsOption = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Take part without being asked.")] = False,
+    trust: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--trust-environment",
+            help="A task of another package that may run here; repeatable.",
+            show_default=False,
+        ),
+    ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Run a node in the swarm that the node at ADDRESS belongs to."""
+    """Run a node in the swarm that the node at ADDRESS belongs to. Shows what that means, and asks."""
     resolved = resolve(config, setting, home, name=name, train__steps=steps)
     if resolved.network.transport != "hivemind":
         raise ConfigError(f"network.transport is {resolved.network.transport!r}; joining needs 'hivemind'")
@@ -35,4 +46,5 @@ def join(
     err.print(f"asking {address} for its charter")
     bootstraps = tuple(dict.fromkeys((address, *resolved.network.bootstraps)))
     network = resolved.network.model_copy(update={"bootstraps": bootstraps})
-    run_here(resolved.model_copy(update={"network": network}), json=json, join=address)
+    agreed = functools.partial(agree, trusted=trust or (), yes=yes)
+    run_here(resolved.model_copy(update={"network": network}), json=json, join=Joining(address, agreed))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     from node.events import Event
     from protocol.messages import Charter
 
-__all__ = ["NameOption", "StepsOption", "run", "run_here"]
+__all__ = ["Joining", "NameOption", "StepsOption", "run", "run_here"]
 
 NameOption = Annotated[str | None, typer.Option("--name", help="Name shown to others.", show_default=False)]
 StepsOption = Annotated[int | None, typer.Option("--steps", help="Optimiser steps.", show_default=False)]
@@ -43,9 +45,17 @@ def run(
     run_here(resolved, json=json)
 
 
-def run_here(config: NodeConfig, *, json: bool, join: str = "") -> None:
+@dataclass(frozen=True, slots=True)
+class Joining:
+    """The swarm of the node at `address`, once `agree` has raised nothing for its charter."""
+
+    address: str
+    agree: Callable[[Charter], None]
+
+
+def run_here(config: NodeConfig, *, json: bool, join: Joining | None = None) -> None:
     """Run a node in this process and print its progress; its first and last events as JSON with `json`. With
-    `join` in the swarm of the node at that address."""
+    `join` in another node's swarm."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from node.main import join_node, run_node
@@ -60,31 +70,10 @@ def run_here(config: NodeConfig, *, json: bool, join: str = "") -> None:
             with contextlib.suppress(OSError):  # a closed terminal, a full disk behind `2> log`
                 err.print(line)
 
-    def joining(charter: Charter) -> None:
-        err.print(_swarm_line(charter))
-        err.print(_starting_line(config))
-
-    if join:
-        done = join_node(config, join, joining, show)
-    else:
-        err.print(_starting_line(config))
-        done = run_node(config, show)
+    err.print(f"starting {config.name}: loading torch, policy and sandbox takes some seconds")
+    done = join_node(config, join.address, join.agree, show) if join is not None else run_node(config, show)
     last.pop("Notice", None)
     if json:
         write_json(last)
     if not done:
         raise KeyboardInterrupt
-
-
-def _starting_line(config: NodeConfig) -> str:
-    return f"starting {config.name}: loading torch, policy and sandbox takes some seconds"
-
-
-def _swarm_line(charter: Charter) -> str:
-    """The swarm that is joined; what its founder wrote is made inert."""
-    from node.events import inert
-    from protocol.charter import swarm_id
-
-    access = "closed" if charter.closed else "open to everybody"
-    tasks = ", ".join(spec.name for spec in charter.environments)
-    return f"swarm {inert(charter.name)} ({swarm_id(charter)[:12]}), {access}; trains on {inert(tasks)}"

@@ -67,7 +67,8 @@ def test_followers_go_on_on_the_same_chain_when_their_owner_was_killed(start: St
     owner = start(*begin, *often, *LOOPBACK)
     address = await_event(metrics_of(home), owner, is_start).addresses[0]  # type: ignore[attr-defined]
     follower = start(
-        "join", address, "--home", other, "--name", "follower", "--set", "role=follower", *QUICK, *LOOPBACK
+        "join", address, "--yes", "--home", other, "--name", "follower", "--set", "role=follower",
+        *QUICK, *LOOPBACK,
     )  # fmt: skip
     here = await_event(metrics_of(other), follower, is_start).addresses[0]  # type: ignore[attr-defined]
     await_event(metrics_of(other), follower, lambda event: reached(event) >= 5)

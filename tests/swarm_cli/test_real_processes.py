@@ -115,8 +115,8 @@ def test_run_join_status_and_ctrl_c(start: Start, tmp_path: Path) -> None:
     started = await_event(metrics_of(first), run, is_start)
     address = started.addresses[0]  # type: ignore[attr-defined]
     join = start(
-        "join", address, "--home", second, "--name", "second", "--steps", "100000", *QUICK, *LOOPBACK,
-        "--set", "policy.path=models/wren",
+        "join", address, "--yes", "--home", second, "--name", "second", "--steps", "100000",
+        *QUICK, *LOOPBACK, "--set", "policy.path=models/wren",
     )  # fmt: skip
     for home, process in ((second, join), (first, run)):
         await_event(
