@@ -10,7 +10,14 @@ import typer
 from protocol.errors import ConfigError
 from swarm_cli.commands.consent import agree
 from swarm_cli.commands.model import fetch_missing
-from swarm_cli.commands.run import Joining, NameOption, StepsOption, run_here
+from swarm_cli.commands.run import (
+    Joining,
+    NameOption,
+    StepsOption,
+    TrustOption,
+    YesOption,
+    run_here,
+)
 from swarm_cli.options import ConfigFiles, HomeOption, JsonOption, Settings, resolve
 from swarm_cli.output import err
 
@@ -24,15 +31,8 @@ def join(
     home: HomeOption = None,
     name: NameOption = None,
     steps: StepsOption = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Take part without being asked.")] = False,
-    trust: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--trust-environment",
-            help="A task of another package that may run here; repeatable.",
-            show_default=False,
-        ),
-    ] = None,
+    yes: YesOption = False,
+    trust: TrustOption = None,
     json: JsonOption = False,
 ) -> None:
     """Run a node in the swarm that the node at ADDRESS belongs to. Shows what that means, and asks."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from node.state.paths import Home
+from protocol.errors import AddressError
+from swarm_cli.commands.consent import agree
 from swarm_cli.commands.model import fetch_missing
 from swarm_cli.options import ConfigFiles, HomeOption, JsonOption, Settings, resolve
 from swarm_cli.output import err, write_json
@@ -19,10 +23,19 @@ if TYPE_CHECKING:
     from node.events import Event
     from protocol.messages import Charter
 
-__all__ = ["Joining", "NameOption", "StepsOption", "run", "run_here"]
+__all__ = ["Joining", "NameOption", "StepsOption", "TrustOption", "YesOption", "run", "run_here"]
 
 NameOption = Annotated[str | None, typer.Option("--name", help="Name shown to others.", show_default=False)]
 StepsOption = Annotated[int | None, typer.Option("--steps", help="Optimiser steps.", show_default=False)]
+YesOption = Annotated[bool, typer.Option("--yes", help="Take part in a swarm without being asked.")]
+TrustOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--trust-environment",
+        help="A task of another package that may run here; repeatable.",
+        show_default=False,
+    ),
+]
 
 
 def run(
@@ -31,18 +44,33 @@ def run(
     home: HomeOption = None,
     name: NameOption = None,
     steps: StepsOption = None,
+    yes: YesOption = False,
+    trust: TrustOption = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the resolved configuration and stop.")
     ] = False,
     json: JsonOption = False,
 ) -> None:
-    """Run a node: generate, verify, share, train. Trains alone until a peer is found."""
+    """Run a node: generate, verify, share, train. Trains alone until a peer is found. With bootstraps, and no
+    charter yet, it joins their swarm."""
     resolved = resolve(config, setting, home, name=name, train__steps=steps)
     if dry_run:
         write_json(resolved.model_dump(mode="json"), indent=2)
         return
     fetch_missing(resolved)
-    run_here(resolved, json=json)
+    if resolved.charter or not resolved.network.bootstraps or Home(resolved.home).charter.exists():
+        run_here(resolved, json=json)
+        return
+    for address in resolved.network.bootstraps:
+        err.print(f"asking {address} for its charter")
+        joining = Joining(address, functools.partial(agree, trusted=trust or (), yes=yes))
+        try:
+            run_here(resolved, json=json, join=joining)
+        except AddressError as error:
+            err.print(str(error))
+        else:
+            return
+    raise AddressError("no bootstrap answers, and there is no charter of a swarm here yet; try again later")
 
 
 @dataclass(frozen=True, slots=True)

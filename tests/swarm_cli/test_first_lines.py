@@ -11,7 +11,7 @@ import pytest
 from node.main import require_shared_memory
 from node.state.keys import create_key
 from node.state.paths import Home
-from protocol.errors import ConfigError
+from protocol.errors import AddressError, ConfigError
 from swarm_cli.commands import config as config_command
 from swarm_cli.commands import doctor as doctor_command
 from tests.swarm_cli.conftest import Swarm
@@ -98,3 +98,21 @@ def test_our_own_bugs_are_one_line_and_a_file(
     assert "we did not think of this. This is a bug of ours" in ended.err
     assert str(story) in ended.err
     assert "Traceback" in story.read_text()
+
+
+def test_bootstraps_without_a_charter_are_asked_for_theirs(swarm: Swarm, tmp_path: Path) -> None:
+    """And no swarm of the same name is founded beside theirs."""
+    peer = "12D3KooWFMM2t31FiAagEyie4coBshMqpk4z15uxzNzywd7cBHkG"
+    addresses = [f"/ip4/127.0.0.1/tcp/{port}/p2p/{peer}" for port in (1, 2)]
+    asked: list[str] = []
+
+    def nobody(config: object, address: str, *more: object) -> bool:
+        asked.append(address)
+        raise AddressError(f"{address} cannot be reached")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("node.main.join_node", nobody)
+        ended = swarm("run", "--set", f"network.bootstraps={addresses!r}")
+    assert asked == addresses
+    assert ended.code == 2
+    assert "no bootstrap answers, and there is no charter of a swarm here yet" in ended.err
