@@ -58,6 +58,7 @@ from node.sandbox.strength import describe
 from node.status import Status
 from node.supervise import ProcessMeter, run_stages
 from node.transport.base import Transport
+from protocol.errors import OurFault
 
 __all__ = ["Node", "open_node"]
 
@@ -121,8 +122,7 @@ class Node:
                 await run_stages(
                     {**loops, "status": self._status.run(), "end": self._end()}, until=self._stop
                 )
-                for service in self._services:
-                    await service.stop()
+                await self._stop_services()
         except BaseException as error:
             self._reason = f"{type(error).__name__}: {error}"
             raise
@@ -130,6 +130,17 @@ class Node:
             self._status.tell_last()
             wall_s, steps = runtime.monotonic_s() - began_s, self.role.steps()
             runtime.emit(NodeStopped(at=runtime.now_ms(), reason=self._reason, steps=steps, wall_s=wall_s))
+
+    async def _stop_services(self) -> None:
+        """All of them, whatever one raises; then the first such fault."""
+        faults: list[OurFault] = []
+        for service in self._services:
+            try:
+                await service.stop()
+            except OurFault as fault:
+                faults.append(fault)
+        if faults:
+            raise faults[0]
 
     async def _end(self) -> None:
         await self.finished.wait()

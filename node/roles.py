@@ -252,7 +252,7 @@ async def open_trainer(common: Common, learner: Learner) -> TrainerRole:
                 finishes=True,
                 gauges=(weight.gauge, train.gauge, engine.gauge),
                 start=checkpoints.start,
-                stop=checkpoints.save,
+                stop=checkpoints.save_last,
             ),
             *weights,
         ),

@@ -16,6 +16,7 @@ from node.state.paths import Home
 from node.train.checkpoint import checkpoints_of, prune, read_state, save_checkpoint
 from node.train.recent import MAX_BYTES, save_recent, state_bytes
 from node.train.step import Trainer
+from protocol.errors import OurFault
 
 __all__ = ["Checkpoints"]
 
@@ -38,6 +39,7 @@ class Checkpoints:
         self._recent = run_dir.recent if state_bytes(trainer) <= MAX_BYTES else None
         self._next_recent_s = -math.inf
         self._told_recent = False
+        self._not_saved = ""
 
     async def start(self) -> None:
         """Say where this run goes on."""
@@ -48,11 +50,21 @@ class Checkpoints:
 
     async def save(self) -> None:
         """A checkpoint of a version that has none. A full disk costs that, not the run."""
+        self._not_saved = ""
         try:
             await self._runtime.run(Lane.TRAIN, self._write)
         except OSError as error:
-            text = f"version {self._trainer.policy_version} was not saved: {error}; make room on the disk"
+            self._not_saved = f"version {self._trainer.policy_version} was not saved: {error}"
+            text = f"{self._not_saved}; make room on the disk"
             self._runtime.notice(NoticeLevel.WARNING, text)
+
+    async def save_last(self) -> None:
+        """As `save`, when the run ends. Raises OurFault where that was not possible: the command says so."""
+        await self.save()
+        if self._not_saved:
+            raise OurFault(
+                f"{self._not_saved}; a run of the same name goes on from version {self.saved_version}"
+            )
 
     async def keep_recent(self) -> None:
         """A step is done: keep what it has led to."""

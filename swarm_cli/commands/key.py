@@ -1,8 +1,10 @@
-"""`swarm key new | show`: the one key that is this node's identity. The private part is never printed."""
+"""`swarm key new | show | export | import`: the one key that is this node's identity. The private part is
+never printed."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -33,6 +35,32 @@ def show(home: HomeOption = None, json: JsonOption = False) -> None:
 
     place = _home(home)
     _tell(load_key(place.key).peer_id, str(place.key), json)
+
+
+@app.command("export")
+def export_key(
+    file: Annotated[Path, typer.Argument(help="A file that is not there yet.")],
+    home: HomeOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Copy the identity key into FILE (mode 0600): whoever has it is this node."""
+    from node.state.keys import create_key, load_key
+
+    _tell(create_key(file, load_key(_home(home).key)).peer_id, str(file), json)
+
+
+@app.command("import")
+def import_key(
+    file: Annotated[Path, typer.Argument(help="A key that `swarm key export` made.")],
+    home: HomeOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Make the key in FILE this home's identity; refuses to overwrite one."""
+    from node.state.keys import create_key, load_key
+
+    identity = load_key(file)
+    place = _home(home).create()
+    _tell(create_key(place.key, identity).peer_id, str(place.key), json)
 
 
 def _home(home: HomeOption) -> Home:

@@ -40,7 +40,7 @@ from node.rollout.policy import Policy
 from node.state.paths import Home
 from node.train.checkpoint import resume
 from node.weight.groups import OWN_SOURCE
-from protocol.errors import ModelError
+from protocol.errors import ModelError, OurFault
 from protocol.replay import ReplayCache
 from tests.node.toy import COSTS_S, TASK, Toy, ToyEnvironment, ToySwarm, ToyTrouble
 
@@ -642,6 +642,25 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_run(
             assert "No space left on device" in notices[1].text
             folder = tmp_path / "alice" / "runs" / "latest" / "checkpoints"
             assert [path.name for path in folder.iterdir()] == ["v6"]
+
+    run_virtual(main())
+
+
+def test_a_last_version_that_is_not_saved_ends_the_run_with_that_fault(
+    tmp_path: Path, policies: Sequence[Policy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("node.train.checkpoint.save_file", full)
+
+    async def main() -> None:
+        async with ToySwarm(tmp_path, policies) as swarm:
+            toy = await swarm.add("alice", connected=False, train__steps=2)
+            swarm.start()
+            with pytest.raises(OurFault, match=r"version 2 was not saved.* goes on from version 0"):
+                await toy.task
+            assert len(toy.of(StepDone)) == 2
 
     run_virtual(main())
 

@@ -99,3 +99,23 @@ def test_without_a_key_show_says_how_to_make_one(swarm: Swarm) -> None:
     ended = swarm("key", "show")
     assert ended.code == 2
     assert "`swarm key new` makes one" in ended.err
+
+
+def test_a_key_moves_to_another_home(swarm: Swarm, tmp_path: Path) -> None:
+    made = json.loads(swarm("key", "new", "--json").out)
+    file = tmp_path / "moved.key"
+    assert json.loads(swarm("key", "export", file, "--json").out) == {
+        "peer_id": made["peer_id"],
+        "path": str(file),
+    }
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert swarm("key", "export", file).code == 2  # never overwritten
+    other = tmp_path / "other"
+    assert (
+        json.loads(swarm("key", "import", file, "--home", other, "--json").out)["peer_id"] == made["peer_id"]
+    )
+    assert json.loads(swarm("key", "show", "--home", other, "--json").out)["peer_id"] == made["peer_id"]
+    ended = swarm("key", "import", file, "--home", other)
+    assert (ended.code, "already exists" in ended.err) == (2, True)
+    file.chmod(0o644)
+    assert "is open to others" in swarm("key", "import", file, "--home", tmp_path / "third").err
