@@ -15,10 +15,13 @@ import time
 from collections.abc import Coroutine
 from typing import Any, Protocol, TypeVar
 
-__all__ = ["VIRTUAL_EPOCH_MS", "Clock", "SystemClock", "VirtualClock", "duration", "run_virtual"]
+__all__ = ["VIRTUAL_EPOCH_MS", "Clock", "StepWatch", "SystemClock", "VirtualClock", "duration", "run_virtual"]
 
 VIRTUAL_EPOCH_MS = 1_800_000_000_000
 """Where virtual time begins."""
+
+STEP_MS = 2000
+"""A clock that is steered goes apart from monotonic time by much less between two looks."""
 
 T = TypeVar("T")
 
@@ -83,6 +86,26 @@ def run_virtual(main: Coroutine[Any, Any, T]) -> T:
     """`asyncio.run` on a virtual event loop. Raises RuntimeError when all tasks wait without a timer."""
     with asyncio.Runner(loop_factory=_VirtualLoop) as runner:
         return runner.run(main)
+
+
+class StepWatch:
+    """Notices that a clock was set: by how much it and monotonic time have gone apart since the last look."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._offset_ms: float | None = None
+
+    def look(self) -> str:
+        """What to tell, "" for nothing."""
+        offset_ms = self._clock.now_ms() - 1000 * self._clock.monotonic_s()
+        before_ms, self._offset_ms = self._offset_ms, offset_ms
+        step_ms = 0.0 if before_ms is None else offset_ms - before_ms
+        if abs(step_ms) < STEP_MS:
+            return ""
+        told = duration(abs(step_ms) / 1000)
+        if step_ms > 0:
+            return f"this machine's clock went ahead by {told}: it was set, or the machine slept"
+        return f"this machine's clock was set back by {told}"
 
 
 def duration(seconds: float) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
+from node.clock import StepWatch
 from node.events import Health, NoticeLevel, StagesSeen
 from node.rollout.stage import RolloutStage
 from node.runtime import Runtime
@@ -53,7 +54,7 @@ class Status:
             group.create_task(self._tell())
 
     async def _tell(self) -> None:
-        stalls = StallWatch(self._gauges)
+        stalls, steps = StallWatch(self._gauges), StepWatch(self._runtime.clock)
         number, before_s = 0, self._runtime.monotonic_s()
         while True:
             now_s = self._runtime.monotonic_s()
@@ -61,6 +62,8 @@ class Status:
                 for text in stalls.tick(now_s - before_s):
                     self._runtime.notice(NoticeLevel.WARNING, text)
             before_s = now_s
+            if text := steps.look():
+                self._runtime.notice(NoticeLevel.WARNING, text)
             if number and number % HEALTH_EVERY == 0:
                 self._runtime.emit(self.health())
             self._runtime.emit(

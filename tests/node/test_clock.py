@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from node.clock import VIRTUAL_EPOCH_MS, SystemClock, VirtualClock, run_virtual
+from node.clock import VIRTUAL_EPOCH_MS, StepWatch, SystemClock, VirtualClock, duration, run_virtual
 
 
 def test_an_hour_takes_no_time() -> None:
@@ -115,3 +115,33 @@ def test_the_system_clock_is_the_systems() -> None:
     clock = SystemClock()
     assert abs(clock.now_ms() - time.time() * 1000) < 1000
     assert clock.monotonic_s() <= clock.monotonic_s()
+
+
+def test_a_clock_that_is_set_is_told_once_for_each_step() -> None:
+    class Settable:
+        at_ms = 10**12
+
+        def now_ms(self) -> int:
+            return self.at_ms
+
+        def monotonic_s(self) -> float:
+            return 5.0
+
+    clock = Settable()
+    watch = StepWatch(clock)
+    assert watch.look() == ""
+    clock.at_ms += 3_600_000
+    assert watch.look() == "this machine's clock went ahead by 60 min: it was set, or the machine slept"
+    assert watch.look() == ""
+    clock.at_ms -= 12_000
+    assert watch.look() == "this machine's clock was set back by 12 s"
+    clock.at_ms += 1_500  # steered, or read a moment later
+    assert watch.look() == ""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"),
+    [(0, "0 s"), (119, "119 s"), (120, "2 min"), (7199, "120 min"), (7200, "2 h"), (200_000, "2 days")],
+)
+def test_durations_in_sentences(seconds: float, told: str) -> None:
+    assert duration(seconds) == told
