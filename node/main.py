@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import logging
 import logging.handlers
@@ -69,7 +70,8 @@ def run_node(config: NodeConfig, show: Callable[[Event], None]) -> bool:
     """Run a node until its steps are done (True) or a signal ends it (False), as it always does a follower;
     `show` gets every event. Raises SwarmError."""
     with _started(config) as identity:
-        charter = read_or_found_charter(config, identity, SystemClock().now_ms())
+        warn = functools.partial(EngineNotices(show), NoticeLevel.WARNING)
+        charter = read_or_found_charter(config, identity, SystemClock().now_ms(), warn)
         membership = open_membership(Home(config.home), identity, charter, SystemClock())
         with asyncio.Runner() as loop, _Network(config, loop) as network:
             return _run(config, membership, loop, network, show)

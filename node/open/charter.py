@@ -9,13 +9,16 @@ charter from another node (`node/peers/presence.py`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
+
 from node.clock import Clock
 from node.config import NodeConfig
-from node.environment.tasks import pin
+from node.environment.probe import PAID, probe
+from node.environment.tasks import open_environment, pin
 from node.membership import Membership
 from node.state.paths import Home, bundled, read_text
 from node.state.stores import write_atomically
@@ -26,19 +29,28 @@ from protocol.errors import CharterError, ConfigError, RemoteProtocolError
 from protocol.identity import Identity
 from protocol.messages import Annex, Charter, MemberToken, Record
 
-__all__ = ["inspect_charter", "installed_pins", "open_membership", "read_or_found_charter"]
+__all__ = [
+    "inspect_charter",
+    "installed_pins",
+    "open_membership",
+    "read_or_found_charter",
+    "worthless_tasks",
+]
 
 R = TypeVar("R", bound=Record)
 
 
-def read_or_found_charter(config: NodeConfig, identity: Identity, now_ms: int) -> Charter:
+def read_or_found_charter(
+    config: NodeConfig, identity: Identity, now_ms: int, warn: Callable[[str], None] = lambda text: None
+) -> Charter:
     """The charter of this node's swarm. From rules, `identity` founds the swarm and the charter is written to
-    the home; a founder that starts again with the same rules stays in its swarm. Raises CharterError."""
+    the home; a founder that starts again with the same rules stays in its swarm. Raises CharterError, also
+    where a task of a new swarm pays any text; `warn` hears of one that a constant answers."""
     home = Home(config.home)
     path = _charter_path(config, home)
     with _named(path):
         if path.suffix == ".toml":
-            charter = _founded(identity, read_text(path), home.charter, now_ms)
+            charter = _founded(identity, read_text(path), home.charter, now_ms, warn)
         else:
             charter = decode_charter(path.read_bytes())
     return charter
@@ -71,6 +83,22 @@ def open_membership(home: Home, identity: Identity, charter: Charter, clock: Clo
 def installed_pins(charter: Charter) -> dict[str, str]:
     """What this machine has of the charter's environments, by name. Raises ConfigError."""
     return {spec.name: pin(spec.name) for spec in charter.environments}
+
+
+def worthless_tasks(charter: Charter) -> Iterator[tuple[bool, str]]:
+    """Of each task that pays for nothing: whether it may not be in a new swarm, and a sentence with the
+    figures. Blocking. Raises ConfigError for a task that cannot be opened."""
+    for spec in charter.environments:
+        paid = probe(open_environment(spec.name, msgspec.json.decode(spec.config)))
+        if paid.pays_anything:
+            text = f"pays any text ({paid.senseless:.2f} of 1 for senseless ones on its own questions), so "
+            yield (
+                True,
+                f"the task {spec.name} {text}nothing is learnt from it; leave it out, or set it otherwise",
+            )
+        elif paid.constant >= PAID:
+            text = f"pays {paid.constant:.2f} of 1 for answering {paid.best!r} always"
+            yield False, f"the task {spec.name} {text}; policies will learn that first"
 
 
 def _read(path: Path, record_type: type[R]) -> R | None:
@@ -116,7 +144,7 @@ def _charter_path(config: NodeConfig, home: Home) -> Path:
         raise CharterError(f"there is no charter at {config.charter!r}, here or in configs/") from None
 
 
-def _founded(identity: Identity, rules: str, kept: Path, now_ms: int) -> Charter:
+def _founded(identity: Identity, rules: str, kept: Path, now_ms: int, warn: Callable[[str], None]) -> Charter:
     """The swarm that `identity` founds with `rules`: the one in `kept` if it is this one, so that a founder
     that starts again stays in its swarm."""
     if kept.is_file():
@@ -125,7 +153,11 @@ def _founded(identity: Identity, rules: str, kept: Path, now_ms: int) -> Charter
             pins = {spec.name: spec.pin for spec in known.environments}  # as installed when it was founded
             if swarm_id(found(identity, rules, known.created_at, pins)) == swarm_id(known):
                 return known
-    pins = installed_pins(found(identity, rules, now_ms))
-    charter = found(identity, rules, now_ms, pins)
+    draft = found(identity, rules, now_ms)
+    for refused, text in worthless_tasks(draft):
+        if refused:
+            raise CharterError(text)
+        warn(text)
+    charter = found(identity, rules, now_ms, installed_pins(draft))
     write_atomically(kept, charter_bytes(charter))
     return charter

@@ -42,6 +42,7 @@ __all__ = [
     "check_policy",
     "check_sandbox",
     "check_shared_memory",
+    "check_tasks",
     "check_versions",
     "doctor",
 ]
@@ -84,6 +85,7 @@ def doctor(
         "home": lambda: check_home(place, shutil.disk_usage(_existing(place.root)).free),
         "key": lambda: check_key(place.key),
         "charter": lambda: check_charter(resolved),
+        "tasks": lambda: check_tasks(resolved),
         "listen": lambda: check_listen(resolved.network.listen),
         "engine": lambda: check_engine(resolved),
         "extras": lambda: check_extras(resolved),
@@ -202,6 +204,22 @@ def check_charter(config: NodeConfig) -> Finding:
     except SwarmError as error:
         return Finding("charter", False, str(error), "ask for the charter again: swarm join ADDRESS")
     return Finding("charter", True, f"{charter.name} ({path})")
+
+
+def check_tasks(config: NodeConfig) -> Finding:
+    """The charter's tasks can be opened, and pay for nothing but answers."""
+    from node.open.charter import inspect_charter, worthless_tasks
+
+    try:
+        _, charter = inspect_charter(config)
+        found = list(worthless_tasks(charter))
+    except SwarmError as error:
+        return Finding("tasks", False, str(error), "swarm config show; ask who founded the swarm")
+    refused = [text for worthless, text in found if worthless]
+    if refused:
+        return Finding("tasks", False, "; ".join(refused), "take another charter")
+    names = ", ".join(spec.name for spec in charter.environments)
+    return Finding("tasks", True, "; ".join([names, *(text for _, text in found)]))
 
 
 def check_listen(listen: str) -> Finding:

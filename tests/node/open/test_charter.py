@@ -8,7 +8,13 @@ import pytest
 
 from node.clock import SystemClock
 from node.config import NodeConfig
-from node.open.charter import inspect_charter, installed_pins, open_membership, read_or_found_charter
+from node.open.charter import (
+    inspect_charter,
+    installed_pins,
+    open_membership,
+    read_or_found_charter,
+    worthless_tasks,
+)
 from node.state.paths import Home, bundled
 from protocol.annex import issue_token, sign_annex
 from protocol.charter import charter_bytes, found, swarm_id
@@ -102,3 +108,33 @@ def test_a_closed_swarm_asks_for_a_token_and_remembers_its_annex(config: NodeCon
     home.token.write_bytes(b"damaged")
     with pytest.raises(CharterError, match="cannot be read"):
         open_membership(home, OURS, charter, clock)
+
+
+def rules_of(task: str) -> str:
+    """The demo's rules with this task alone."""
+    head, _, rest = rules().partition("[[environments]]")
+    tokenizers = rest[rest.index("[[tokenizers]]") :]
+    return f'{head}[[environments]]\nname = "reasoning_gym/{task}"\n\n{tokenizers}'
+
+
+def test_a_task_that_pays_any_text_founds_no_swarm(config: NodeConfig, tmp_path: Path) -> None:
+    own = tmp_path / "rules.toml"
+    own.write_text(rules_of("game_of_life_halting"))
+    config = config.model_copy(update={"charter": str(own)})
+    with pytest.raises(CharterError, match=r"game_of_life_halting pays any text \(1.00 of 1 for senseless"):
+        read_or_found_charter(config, OURS, 1000)
+    assert not Home(config.home).charter.exists()
+
+
+def test_a_task_that_a_constant_answers_is_warned_of_once(config: NodeConfig, tmp_path: Path) -> None:
+    own, warned = tmp_path / "rules.toml", list[str]()
+    own.write_text(rules_of("coin_flip"))
+    config = config.model_copy(update={"charter": str(own)})
+    read_or_found_charter(config, OURS, 1000, warned.append)
+    read_or_found_charter(config, OURS, 2000, warned.append)  # known: not probed again
+    assert len(warned) == 1
+    assert "coin_flip pays 0.92 of 1 for answering '0' always" in warned[0]
+
+
+def test_the_demos_tasks_pay_for_answers_only() -> None:
+    assert list(worthless_tasks(found(OURS, rules(), 0))) == []

@@ -171,7 +171,7 @@ def test_one_failure_makes_the_exit_code(swarm: Swarm, monkeypatch: pytest.Monke
     monkeypatch.setattr(doctor, "check_sandbox", lambda: Finding("sandbox", True, "strong"))
     ended = swarm("doctor")
     assert ended.code == 0
-    assert ended.out.count("ok  ") == 13
+    assert ended.out.count("ok  ") == 14
     monkeypatch.setattr(doctor, "check_sandbox", lambda: Finding("sandbox", False, "weak", "allow seccomp"))
     ended = swarm("doctor")
     assert ended.code == 1
