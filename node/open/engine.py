@@ -88,7 +88,7 @@ def _engine_seed(seed: int, draws: str) -> int:
 def _open_transformers(config: NodeConfig, policy: Policy, dtype: str) -> Engine:
     from node.rollout.engine.transformers import TransformersEngine
 
-    return TransformersEngine(
+    engine = TransformersEngine(
         policy,
         device=device_of(config),
         dtype=dtype,
@@ -96,3 +96,5 @@ def _open_transformers(config: NodeConfig, policy: Policy, dtype: str) -> Engine
         adapter=adapter_of(config),
         max_batch_tokens=config.train.micro_batch_tokens,
     )
+    engine.require_cache()
+    return engine

@@ -28,7 +28,7 @@ from node.sandbox.scorer import ScoreFailure
 from node.share.accepted import Accepted
 from protocol.charter import sampling
 from protocol.codec import digest, encode
-from protocol.errors import LocalProtocolError, OurFault
+from protocol.errors import LocalProtocolError, ModelError, OurFault
 from protocol.messages import Lineage, PeerId, PromptRef, Rollout, RolloutGroup
 from protocol.rollouts import max_body_bytes, parse_tokens, version_span
 
@@ -100,8 +100,12 @@ class Generator:
         """What the engine is asked for. Raises NoGroupError when prompt and answer have no room in it: one
         long prompt of a task must not end the node."""
         author, version = self._membership.peer_id, self.engine.policy_version
+        try:
+            prompt_ids = tuple(self._policy.encode_prompt(assigned.prompt.text))
+        except ModelError as error:
+            raise NoGroupError(str(error)) from error
         request = GenerationRequest(
-            prompt_ids=tuple(self._policy.encode_prompt(assigned.prompt.text)),
+            prompt_ids=prompt_ids,
             n=self.group_size,
             seed=request_seed(self._seed, author, assigned.ref, version),
             sampling=self.sampling,

@@ -15,6 +15,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,8 @@ __all__ = ["Policy", "weight_facts"]
 
 _WEIGHTS = "model.safetensors"
 _WEIGHTS_INDEX = "model.safetensors.index.json"
+_DAY = datetime(2026, 1, 1, tzinfo=UTC)
+"""Today, in every prompt."""
 _REQUIRED = ("config.json", "tokenizer.json")
 
 
@@ -66,13 +69,8 @@ class Policy:
                 f"{folder}/config.json has vocab_size {vocab_size!r}; it must be an integer above 1."
             )
         template_encoder = tokenizer.backend_tokenizer
-        text_encoder = type(template_encoder).from_str(template_encoder.to_str())
+        text_encoder = type(template_encoder).from_str(_within_rows(template_encoder.to_str(), vocab_size))
         text_encoder.encode_special_tokens = True
-        largest = max(template_encoder.get_vocab().values(), default=0)
-        if largest >= vocab_size:
-            raise ModelError(
-                f"{folder}: token id {largest} of the tokenizer is outside the model's {vocab_size} rows."
-            )
         eos = (
             tokenizer.eos_token_id
             if tokenizer.eos_token_id is not None
@@ -82,7 +80,7 @@ class Policy:
             raise ModelError(f"{folder} names no end token; set eos_token in tokenizer_config.json.")
         params, base_model = weight_facts(folder)
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos
-        return cls(
+        policy = cls(
             path=folder,
             base_model=base_model,
             tokenizer_digest=_digest([folder / "tokenizer.json"]),
@@ -91,18 +89,37 @@ class Policy:
             eos_token_id=eos,
             pad_token_id=pad,
             params=params,
-            max_positions=int(config.get("max_position_embeddings") or 2**31 - 1),
+            max_positions=_positions(folder),
             _tokenizer=tokenizer,
             _template_encoder=template_encoder,
             _text_encoder=text_encoder,
         )
+        policy.encode_prompt("What is 3 + 4?")  # a template may refuse what every task gives it
+        return policy
 
     def encode_prompt(self, question: str) -> list[int]:
-        """Token ids of the chat template around `question`, up to where the answer begins."""
-        text = self._tokenizer.apply_chat_template(
-            [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False
-        )
-        return list(self._template_encoder.encode(text, add_special_tokens=False).ids)
+        """Token ids of the chat template around `question`, up to where the answer begins. Templates that
+        write today's date get the same day everywhere: a prompt must be the same when it is verified. Raises
+        ModelError for a template that refuses, and for a word that the model has no row for."""
+        try:
+            text = self._tokenizer.apply_chat_template(
+                [{"role": "user", "content": question}],
+                add_generation_prompt=True,
+                tokenize=False,
+                strftime_now=_DAY.strftime,
+                date_string=_DAY.strftime("%d %b %Y"),
+            )
+        except Exception as error:  # whatever a template raises
+            raise ModelError(
+                f"the chat template of {self.path} refuses a question: {_one_line(error)}; mend "
+                "chat_template.jinja"
+            ) from error
+        ids = list(self._template_encoder.encode(str(text), add_special_tokens=False).ids)
+        largest = max(ids, default=0)
+        if largest >= self.vocab_size:
+            rows = f"the {self.vocab_size} rows of {self.path}"
+            raise ModelError(f"a prompt has token {largest}, which lies beyond {rows}")
+        return ids
 
     def encode_completion(self, text: str, finished: bool) -> list[int]:
         """Token ids of a completion, with the end token exactly if the author's generation `finished`."""
@@ -199,7 +216,33 @@ def _read_config(folder: Path) -> dict[str, Any]:
     config = _read_json(folder / "config.json")
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ModelError(f"{folder}/config.json has no model_type; it is not a Hugging Face model config.")
+    quantised = config.get("quantization_config")
+    if quantised is not None:
+        method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else "unknown"
+        raise ModelError(
+            f"{folder} is quantised ({method}), and its packed weights cannot be trained; take the model "
+            "that it was made from."
+        )
     return config
+
+
+def _positions(folder: Path) -> int:
+    """How many tokens the model has places for, under whatever name its own config class has it; very many
+    where it has no limit. Raises ModelError."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # as in load_model
+        raise ModelError(f"{folder}/config.json cannot be used: {_one_line(error)}") from error
+    return int(getattr(config, "max_position_embeddings", None) or 2**31 - 1)
+
+
+def _within_rows(tokenizer: str, rows: int) -> str:
+    """A tokenizer.json without added words that the model has no row for, so that no text becomes one."""
+    values = json.loads(tokenizer)
+    values["added_tokens"] = [each for each in values.get("added_tokens", ()) if each["id"] < rows]
+    return json.dumps(values)
 
 
 def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:

@@ -165,7 +165,14 @@ class HeldOut:
 
     def _fitting(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         room = self._engine.context - self._max_new_tokens
-        return [each for each in prompts if len(self._policy.encode_prompt(each.text)) <= room]
+        return [each for each in prompts if self._tokens(each) <= room]
+
+    def _tokens(self, prompt: Prompt) -> float:
+        """How many a prompt takes; no number is enough for one with a word that the model has no row for."""
+        try:
+            return len(self._policy.encode_prompt(prompt.text))
+        except ModelError:
+            return math.inf
 
 
 class Evaluator:

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from node.rollout.engine.base import Engine, TokenSequence
-from node.verify.base import ACCEPT, Item, Verdict, suspect
+from node.verify.base import ACCEPT, Item, Verdict, reject, suspect
+from protocol.errors import ModelError
 from protocol.messages import FinishReason, VerificationRules
 
 if TYPE_CHECKING:  # a node that only observes needs no torch
@@ -42,7 +43,10 @@ class Plausibility:
 
     def check(self, item: Item) -> Verdict:
         """See `Check.check`."""
-        gap = self.gap_nats(item)
+        try:
+            gap = self.gap_nats(item)
+        except ModelError:  # a word that this node's model has no row for, and the author's may have
+            return reject("no_row", blames_author=False)
         return suspect("implausible_logprobs") if gap > self._max_gap else ACCEPT
 
     def gap_nats(self, item: Item) -> float:

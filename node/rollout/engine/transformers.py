@@ -32,6 +32,7 @@ from node.rollout.engine.base import (
 )
 from node.rollout.engine.continuous import ContinuousBatch, WeightsChanged
 from node.rollout.policy import Policy
+from protocol.errors import ModelError
 
 __all__ = ["TransformersEngine"]
 
@@ -78,6 +79,22 @@ class TransformersEngine(Engine):
         self._paused = False
         self._updates_waiting = 0
         self._closed = False
+
+    def require_cache(self) -> None:
+        """Raise ModelError for a model whose layers keep anything but keys and values: this engine joins,
+        splits and trims what they keep, row by row. A pass over two tokens tells."""
+        ids_RL = torch.zeros((1, 2), dtype=torch.long, device=self._device)
+        try:
+            with torch.no_grad():
+                cache = self._model(input_ids=ids_RL, use_cache=True).past_key_values
+            places = {layer.keys.shape[-2] for layer in cache.layers}
+        except (AttributeError, TypeError, IndexError):
+            places = set()
+        if places != {2}:
+            raise ModelError(
+                f"{self._policy.path} is a {self._policy.model_type} model, some of whose layers keep no "
+                "key-value cache, which the transformers engine needs; set rollout.engine = 'vllm'"
+            )
 
     # --- generation ----------------------------------------------------------------------------------------
 

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from node.rollout.engine.transformers import TransformersEngine
 from node.rollout.policy import Policy
 from protocol.errors import ModelError
 
@@ -124,13 +126,82 @@ def test_index_cannot_leave_the_folder(make_tiny_policy: Callable[[], Path]) -> 
         Policy.open(folder)
 
 
-def test_tokenizer_larger_than_the_model(make_tiny_policy: Callable[[], Path]) -> None:
+def with_added_token(folder: Path) -> Path:
+    """As Gemma 3's text models have it: one word beyond the last row."""
+    file = folder / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    rows = json.loads((folder / "config.json").read_text())["vocab_size"]
+    word = {"id": rows, "content": "<image>", "single_word": False, "lstrip": False, "rstrip": False}
+    tokenizer["added_tokens"].append(word | {"normalized": False, "special": True})
+    file.write_text(json.dumps(tokenizer))
+    return folder
+
+
+def test_a_word_without_a_row_matters_only_where_it_occurs(make_tiny_policy: Callable[[], Path]) -> None:
+    policy = Policy.open(with_added_token(make_tiny_policy()))
+    rows = policy.vocab_size
+    assert policy.encode_prompt("spell abc")
+    assert max(policy.encode_completion("a <image> b", finished=True)) < rows
+    with pytest.raises(ModelError, match=f"a prompt has token {rows}, which lies beyond the {rows} rows"):
+        policy.encode_prompt("what is in <image>")
+
+
+def test_a_template_that_refuses_a_question(make_tiny_policy: Callable[[], Path]) -> None:
+    folder = make_tiny_policy()
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('Conversation roles must alternate') }}")
+    with pytest.raises(ModelError, match="refuses a question: Conversation roles must alternate; mend"):
+        Policy.open(folder)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ strftime_now('%d %b %Y') }} {{ messages[0]['content'] }}",
+        "{% set day = date_string or strftime_now('%d %b %Y') %}{{ day }} {{ messages[0]['content'] }}",
+    ],
+)
+def test_prompts_do_not_depend_on_the_day(make_tiny_policy: Callable[[], Path], template: str) -> None:
+    """Else a prompt is another one when its group is verified, across midnight or in another time zone."""
+    folder = make_tiny_policy()
+    (folder / "chat_template.jinja").write_text(template)
+    policy = Policy.open(folder)
+    (folder / "chat_template.jinja").write_text("01 Jan 2026 {{ messages[0]['content'] }}")
+    assert policy.encode_prompt("1 + 1") == Policy.open(folder).encode_prompt("1 + 1")
+
+
+def test_positions_have_many_names(make_tiny_policy: Callable[[], Path]) -> None:
+    folder = make_tiny_policy()
+    config = {"model_type": "gpt2", "vocab_size": 113, "n_embd": 32, "n_layer": 2, "n_head": 4}
+    (folder / "config.json").write_text(json.dumps(config | {"n_positions": 16}))
+    assert Policy.open(folder).max_positions == 16
+
+
+def test_a_quantised_folder(make_tiny_policy: Callable[[], Path]) -> None:
     folder = make_tiny_policy()
     config = json.loads((folder / "config.json").read_text())
-    config["vocab_size"] = 20
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match="outside the model"):
+    quantised = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
+    (folder / "config.json").write_text(json.dumps(config | quantised))
+    with pytest.raises(ModelError, match=r"is quantised \(bitsandbytes\).*take the model that it"):
         Policy.open(folder)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "lfm2", "full_attn_idxs": [1], "num_attention_heads": 4, "num_key_value_heads": 2},
+        {"model_type": "mamba", "state_size": 4},
+    ],
+)
+def test_models_that_keep_more_than_keys_and_values(
+    make_tiny_policy: Callable[[], Path], config: dict[str, object]
+) -> None:
+    folder = make_tiny_policy()
+    sizes = {"vocab_size": 113, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    made = AutoConfig.for_model(**config, **sizes, eos_token_id=2, bos_token_id=1, pad_token_id=0)
+    AutoModelForCausalLM.from_config(made).save_pretrained(folder)
+    policy = Policy.open(folder)
+    with pytest.raises(ModelError, match=f"is a {config['model_type']} model.*set rollout.engine = 'vllm'"):
+        TransformersEngine(policy).require_cache()
 
 
 def test_no_chat_template(make_tiny_policy: Callable[[], Path]) -> None:
