@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 
 from node.config import NodeConfig
 from node.environment.tasks import Environment, open_environment
@@ -46,13 +47,15 @@ def open_policy(config: NodeConfig, charter: Charter) -> Policy:
             f"{policy.path} has {policy.vocab_size} rows and the charter's {spec.name} {spec.vocab_size}: "
             "peers would refuse what it samples beyond; take a model with as many"
         )
-    if spec.end_token_ids != (policy.eos_token_id,):
+    if not set(policy.end_token_ids) <= set(spec.end_token_ids):
+        theirs, ours = (" or ".join(map(str, ids)) for ids in (spec.end_token_ids, policy.end_token_ids))
         raise ModelError(
-            f"{policy.path} ends with token {policy.eos_token_id}, the charter's {spec.name} with "
-            f"{' or '.join(map(str, spec.end_token_ids))}: peers would refuse its completions; set "
-            "eos_token in its tokenizer_config.json"
+            f"{policy.path} ends with token {ours}, the charter's {spec.name} with {theirs}: peers would "
+            "refuse its completions; mend eos_token in tokenizer_config.json, eos_token_id in config.json "
+            "and generation_config.json"
         )
-    return policy
+    # Whatever the charter has for an end is one: peers refuse what goes on behind it.
+    return replace(policy, end_token_ids=spec.end_token_ids)
 
 
 def adapter_of(config: NodeConfig) -> AdapterSpec | None:

@@ -48,6 +48,9 @@ class Policy:
     vocab_size: int
     """Rows of the output layer: token ids lie in [0, vocab_size)."""
     eos_token_id: int
+    """The end token of a text that was not sampled here."""
+    end_token_ids: tuple[int, ...]
+    """Each of them ends a rollout, ascending: all that tokenizer, config and generation config declare."""
     pad_token_id: int
     params: int
     max_positions: int
@@ -74,7 +77,7 @@ class Policy:
         eos = (
             tokenizer.eos_token_id
             if tokenizer.eos_token_id is not None
-            else _first(config.get("eos_token_id"))
+            else next(iter(_listed(config.get("eos_token_id"))), None)
         )
         if eos is None:
             raise ModelError(f"{folder} names no end token; set eos_token in tokenizer_config.json.")
@@ -87,6 +90,7 @@ class Policy:
             model_type=str(config.get("model_type")),
             vocab_size=vocab_size,
             eos_token_id=eos,
+            end_token_ids=_end_tokens(folder, config, eos, vocab_size),
             pad_token_id=pad,
             params=params,
             max_positions=_positions(folder),
@@ -226,6 +230,15 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+def _end_tokens(folder: Path, config: dict[str, Any], eos: int, rows: int) -> tuple[int, ...]:
+    """Every id that some file of the folder declares as an end, `eos` first among them, those with a row."""
+    declared = [eos, *_listed(config.get("eos_token_id"))]
+    if (folder / "generation_config.json").is_file():
+        generation = _read_json(folder / "generation_config.json")
+        declared += _listed(generation.get("eos_token_id") if isinstance(generation, dict) else None)
+    return tuple(sorted({each for each in declared if 0 <= each < rows}))
+
+
 def _positions(folder: Path) -> int:
     """How many tokens the model has places for, under whatever name its own config class has it; very many
     where it has no limit. Raises ModelError."""
@@ -302,10 +315,10 @@ def _has_key(value: Any, key: str) -> bool:
     return False
 
 
-def _first(value: Any) -> int | None:
-    if isinstance(value, list):
-        value = value[0] if value else None
-    return value if isinstance(value, int) else None
+def _listed(value: Any) -> list[int]:
+    """A config's id, or list of ids."""
+    values = value if isinstance(value, list) else [value]
+    return [each for each in values if isinstance(each, int) and not isinstance(each, bool)]
 
 
 def _one_line(error: Exception) -> str:

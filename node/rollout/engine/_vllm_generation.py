@@ -44,7 +44,7 @@ class _Job:
     """One rollout on its way."""
 
     request: GenerationRequest
-    end_token: int
+    end_tokens: tuple[int, ...]
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -54,7 +54,7 @@ class _Job:
 
     @property
     def complete(self) -> bool:
-        ended = bool(self.token_ids) and self.token_ids[-1] == self.end_token
+        ended = bool(self.token_ids) and self.token_ids[-1] in self.end_tokens
         return ended or len(self.token_ids) >= self.request.sampling.max_new_tokens
 
 
@@ -108,7 +108,7 @@ class VllmGeneration(Generation):
     def _jobs_of(self, request: GenerationRequest) -> Iterator[_Job]:
         for prefix in request.prefixes or [Prefix((), (), ())] * request.n:
             have = list(prefix.token_ids), list(prefix.logprobs), list(prefix.versions)
-            yield _Job(request, self._policy.eos_token_id, *have)
+            yield _Job(request, self._policy.end_token_ids, *have)
 
     def wait(self, *, tokens: int | None = None) -> list[tuple[int, list[Rollout]]]:
         self._goal = None if tokens is None else self.sampled + tokens
@@ -232,7 +232,7 @@ class VllmGeneration(Generation):
             min_tokens=max(0, job.request.min_new_tokens - have),
             logprobs=0,
             ignore_eos=True,  # the model's own list of end tokens; ours is the tokenizer's
-            stop_token_ids=[job.end_token],
+            stop_token_ids=list(job.end_tokens),
             detokenize=False,
             flat_logprobs=True,
             output_kind=RequestOutputKind.DELTA,

@@ -189,14 +189,14 @@ def finished_rollout(
     policy: Policy, seed: int, token_ids: ArrayLike, logprobs: ArrayLike, versions: ArrayLike
 ) -> Rollout:
     """The record of at least one token, with its log-probability and version each; it ended by itself if the
-    last one is the end token."""
+    last one is an end token."""
     ids_T = np.asarray(token_ids, "<u4")
     return single_turn(
         policy.decode(ids_T.tolist()),
         token_ids=ids_T.tobytes(),
         logprobs=np.asarray(logprobs, "<f4").tobytes(),
         versions=np.asarray(versions, "<u4").tobytes(),
-        finish=FinishReason.STOP if ids_T[-1] == policy.eos_token_id else FinishReason.LENGTH,
+        finish=FinishReason.STOP if ids_T[-1] in policy.end_token_ids else FinishReason.LENGTH,
         seed=seed,
     )
 

@@ -181,6 +181,7 @@ class ContinuousBatch(Generation):
         self._policy = policy
         self._forward = forward
         self._device = device
+        self._ends_E = torch.tensor(policy.end_token_ids, device=device)
         self._exact = exact
         """Compute the caches anew when the weights have changed."""
         self._max_rows = max_rows
@@ -244,7 +245,8 @@ class ContinuousBatch(Generation):
     def _is_complete(self, group: _Group, place: int) -> bool:
         """Whether the prefix is a whole rollout; it then is one."""
         prefix = group.prefix(place)
-        if len(prefix.token_ids) < group.limit and prefix.token_ids[-1:] != (self._policy.eos_token_id,):
+        ended = prefix.token_ids[-1:] and prefix.token_ids[-1] in self._policy.end_token_ids
+        if len(prefix.token_ids) < group.limit and not ended:
             return False
         self._end((group, place), prefix.token_ids, prefix.logprobs, prefix.versions)
         return True
@@ -373,7 +375,7 @@ class ContinuousBatch(Generation):
             return
         if batch.has_minimums:
             early_R = batch.lengths_R < batch.minimums_R
-            batch.logits_RV[early_R, self._policy.eos_token_id] = -torch.inf
+            batch.logits_RV[early_R.nonzero(), self._ends_E] = -torch.inf
         place = (batch.slots_R, batch.lengths_R)
         tokens_R, logprobs_R = sample_tokens(
             batch.logits_RV,
@@ -388,7 +390,7 @@ class ContinuousBatch(Generation):
         self._versions_ST[place] = batch.versions_R
         self.sampled += tokens_R.shape[0]
         batch = replace(batch, newest_R=tokens_R, lengths_R=batch.lengths_R + 1)
-        ended_R = (tokens_R == self._policy.eos_token_id) | (batch.lengths_R >= batch.limits_R)
+        ended_R = torch.isin(tokens_R, self._ends_E) | (batch.lengths_R >= batch.limits_R)
         ended = ended_R.nonzero().squeeze(-1)
         if not ended.shape[0]:
             self._batch = batch

@@ -11,9 +11,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from node.rollout.engine.base import GenerationRequest
 from node.rollout.engine.transformers import TransformersEngine
 from node.rollout.policy import Policy
 from protocol.errors import ModelError
+from protocol.messages import FinishReason, Sampling
+from protocol.rollouts import parse_tokens
 
 
 def test_facts_of_a_folder(tiny_policy_path: Path) -> None:
@@ -216,3 +219,20 @@ def test_no_chat_template(make_tiny_policy: Callable[[], Path]) -> None:
 def test_unknown_dtype(tiny_policy_path: Path) -> None:
     with pytest.raises(ModelError, match="int8"):
         Policy.open(tiny_policy_path).load_model(dtype="int8")
+
+
+def test_a_rollout_ends_at_any_id_that_a_file_declares_an_end(
+    make_tiny_policy: Callable[[], Path],
+) -> None:
+    folder = make_tiny_policy()
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 5, 10**6]}))
+    policy = Policy.open(folder)
+    assert policy.end_token_ids == tuple(sorted({policy.eos_token_id, 5, 7}))
+    request = GenerationRequest(tuple(policy.encode_prompt("12")), 32, 0, Sampling(40))
+    (rollouts,) = TransformersEngine(policy).generate([request])
+    ends = [int(token) for rollout in rollouts for token in parse_tokens(rollout).token_ids_T[-1:]]
+    assert len(set(ends) & set(policy.end_token_ids)) > 1  # not always the same
+    for rollout in rollouts:
+        ids = parse_tokens(rollout).token_ids_T.tolist()
+        assert not set(ids[:-1]) & set(policy.end_token_ids)
+        assert (rollout.finish is FinishReason.STOP) == (ids[-1] in policy.end_token_ids)
