@@ -345,7 +345,11 @@ def lie_of(verifier: Verifier, kind: Lie) -> Judgement:
 @pytest.mark.parametrize("kind", list(Lie))
 def test_every_lie_is_refused_for_its_own_reason_and_believed_without_verification(scorer, kind):
     checked = lie_of(make_verifier(scorer), kind)
-    assert (checked.accepted, checked.reason, checked.verdict.blames_author) == (False, kind.reason, True)
+    assert (checked.accepted, checked.reason, checked.verdict.blames_author) == (
+        False,
+        kind.reason,
+        kind is not Lie.COPY,  # losing a race is no fault
+    )
     believed = lie_of(make_verifier(scorer, enabled=False), kind)
     assert believed.accepted
     assert len(set(believed.rewards)) > 1

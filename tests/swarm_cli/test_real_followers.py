@@ -82,12 +82,11 @@ def test_followers_go_on_on_the_same_chain_when_their_owner_was_killed(start: St
     again = start(*begin, *often, "--set", f"network.listen={address.partition('/p2p/')[0]}",
                   "--set", f"network.bootstraps=['{here}']")  # fmt: skip
     await_event(metrics_of(other), follower, lambda event: reached(event) >= at_kill + 5)
-    (notice,) = [
-        event.text  # type: ignore[attr-defined]
+    (resumed,) = [
+        int(event.text.rpartition(" version ")[2])  # type: ignore[attr-defined]
         for event in events(metrics_of(home), "Notice")
-        if "was published" in event.text  # type: ignore[attr-defined]
+        if "goes on from the last step, which made version" in event.text  # type: ignore[attr-defined]
     ]
-    resumed = int(notice.partition("goes on from v")[2].partition(",")[0])
     assert resumed >= at_kill
     published = [
         event.policy_version  # type: ignore[attr-defined]

@@ -283,6 +283,7 @@ def test_peers_call_a_group_of_whole_drafts_replayed() -> None:
             Lineage(owner="me", base_model="weights", tokenizer="letters"),
             0,
             slot,
+            prompt=0,
             arrived_at=slot,
             rollouts=tuple(rollouts),
         )

@@ -286,17 +286,16 @@ def test_the_same_seed_makes_the_same_groups(bench: Callable[..., None]) -> None
     assert runs[0] == runs[1]
 
 
-def test_a_group_that_must_not_be_sent_is_dropped_and_told_once(bench: Callable[..., None]) -> None:
+def test_a_reward_that_is_no_number_is_a_zero_and_told_once(bench: Callable[..., None]) -> None:
     class Broken(ToyEnvironment):
         def score(self, prompt: Prompt, completion: Completion) -> Any:
             return msgspec.structs.replace(super().score(prompt, completion), reward=float("nan"))
 
     async def test(bench: Bench) -> None:
         await asyncio.sleep(3)
-        assert bench.published == []
-        notices = bench.of(Notice)
-        assert 1 <= len(notices) <= 8  # they name the place
-        assert all("this RolloutGroup must not be sent" in notice.text for notice in notices)
+        assert {rollout.reward for group in bench.published for rollout in group.rollouts} == {0.0}
+        (notice,) = bench.of(Notice)
+        assert "cannot score an answer: it returned the reward nan; it counts as wrong" in notice.text
 
     bench(test, environment=Broken())
 
