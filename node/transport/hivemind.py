@@ -136,12 +136,18 @@ class HivemindTransport(Transport):
             if session is None:
                 return
             started_s = time.monotonic()
-            reason = await session.died(self._max_daemon_bytes)
+            try:
+                reason = await session.died(self._max_daemon_bytes)
+            except Exception as error:  # no thread to look from, no descriptor: not known to live is dead
+                reason = f"the daemon cannot be watched ({error!r})"
             logger.warning("%s: rebuilding the network stack", reason)
             self._session = None
             self._session_changed.clear()
-            await self._gate.reset()
-            await session.stop()
+            for step in (self._gate.reset, session.stop):
+                try:
+                    await step()
+                except Exception as error:
+                    logger.warning("what was left of the network stack did not end: %r", error)
             if time.monotonic() - started_s > _HEALTHY_AFTER_S:
                 failures = 0
             while self._session is None:

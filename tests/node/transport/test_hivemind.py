@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from node.transport import _daemon
 from node.transport.base import Stream, TransportLimits
 from protocol.errors import AddressError, KeyFileError, TransportError
 from protocol.identity import Identity
@@ -229,6 +230,24 @@ def test_process_ends_without_a_word_also_when_its_daemon_was_killed(tmp_path):
         env=environment,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+async def test_a_daemon_that_cannot_be_watched_is_started_again(real_nodes, monkeypatch):
+    """Else its supervisor has ended without a word, and nobody notices when the daemon does."""
+    real, calls = _daemon._resident_bytes, []
+
+    def none_left(process_id: int) -> int:
+        calls.append(process_id)
+        if len(calls) == 1:
+            raise RuntimeError("can't start new thread")
+        return real(process_id)
+
+    monkeypatch.setattr(_daemon, "_MEMORY_CHECK_EVERY_S", 0.05)
+    monkeypatch.setattr(_daemon, "_resident_bytes", none_left)
+    first = await real_nodes.open(1)
+    await real_nodes.eventually(lambda: first.restarts == 1)
+    second = await real_nodes.open(2, first)
+    assert await second.peers()
 
 
 ANSWERED = ("/ipfs/id/1.0.0", "/ipfs/ping/1.0.0", "/meshsub/1.1.0")
