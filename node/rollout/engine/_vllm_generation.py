@@ -231,7 +231,7 @@ class VllmGeneration(Generation):
             max_tokens=sampling.max_new_tokens - have,
             min_tokens=max(0, job.request.min_new_tokens - have),
             logprobs=0,
-            ignore_eos=True,  # the model's own list of end tokens; ours is the tokenizer's
+            ignore_eos=True,  # the model's own list of end tokens; ours has the charter's, too
             stop_token_ids=list(job.end_tokens),
             detokenize=False,
             flat_logprobs=True,
