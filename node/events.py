@@ -117,6 +117,7 @@ class PeerStatus(msgspec.Struct, frozen=True, kw_only=True):
     peer_id: str
     name: str
     connected: bool
+    """Its application answered within the last 30 s."""
     accepted: int
     rejected: dict[str, int]
     """Counts by reason."""
@@ -132,6 +133,10 @@ class PeerStatus(msgspec.Struct, frozen=True, kw_only=True):
     same_tokenizer: bool
     follows: str = ""
     """Peer id of the node whose policy it generates with, "" for its own."""
+    frozen: bool = False
+    """The link stands, and its application has not answered for longer than that."""
+    answered_at: int = 0
+    """When the application answered last over this link, 0 before."""
 
 
 class PeersSeen(Event, frozen=True, kw_only=True):

@@ -143,7 +143,7 @@ class Common:
 
         def peers_seen() -> Sequence[PeersSeen]:
             presence, tokenizer = network.presence, self.parts.policy.tokenizer_digest
-            table = self.peers.table(presence.connected, presence.known, tokenizer)
+            table = self.peers.table(presence.links, presence.known, tokenizer)
             return (PeersSeen(at=self.runtime.now_ms(), peers=table),)
 
         def health(health: Health) -> Health:

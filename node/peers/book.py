@@ -8,7 +8,7 @@
 Whoever asks about a peer asks here. Bounded: the `MAX_PEERS` peers that verification knows and that were
 heard last, the standings of `TrustSettings.max_peers`, and as many refusals as `Refusals` counts; identities
 are free, so refusals below verification make no entry. Not for what is a failure (`node/verify`), nor for
-who is connected (`node/peers/presence.py`).
+who answers (`node/peers/links.py`).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from cachetools import FIFOCache
 from node.compute import Lane
 from node.events import NoticeLevel, PeerStatus, inert
 from node.membership import Membership
+from node.peers.links import Links
 from node.peers.trust import (
     Hardness,
     Standing,
@@ -202,15 +203,16 @@ class PeerBook:
         return dict(sorted(totals.items()))
 
     def table(
-        self, connected: frozenset[PeerId], known: Mapping[PeerId, PeerRecord], tokenizer: Digest
+        self, links: Links, known: Mapping[PeerId, PeerRecord], tokenizer: Digest
     ) -> tuple[PeerStatus, ...]:
         """Rows of the peers table, in a stable order. `known` are the records of neighbours, `tokenizer` is
         this node's own."""
+        connected, frozen = links.connected, links.frozen
         refused: dict[PeerId, Counter[str]] = {}
         for (peer_id, reason), count in self._refusals.counters().items():
             refused.setdefault(peer_id, Counter())[reason] += count
         rows = []
-        for peer_id in sorted({*self._seen, *connected}):
+        for peer_id in sorted({*self._seen, *links.peers}):
             seen, record = self._seen.get(peer_id) or _Seen(), known.get(peer_id)
             lineage = seen.lineage or (record.lineage if record is not None else None)
             rows.append(
@@ -227,6 +229,8 @@ class PeerBook:
                     last_seen_at=seen.announced_at,
                     same_tokenizer=seen.lineage is not None and seen.lineage.tokenizer == tokenizer,
                     follows=lineage.owner if lineage is not None and lineage.owner != peer_id else "",
+                    frozen=peer_id in frozen,
+                    answered_at=links.answered_at(peer_id),
                 )
             )
         return tuple(rows)

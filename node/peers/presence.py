@@ -3,10 +3,10 @@
     bootstraps --> first neighbour --> DHT: own record in, records of heard authors out --> more neighbours
 
 A node can always start alone: `run` keeps trying the bootstrap addresses, exchanges `Hello` with every new
-neighbour and keeps this node's signed record in the DHT. Whoever the book knows as active, or `seek` names,
-and is not connected is looked up there. The handshake is where another protocol version, another swarm or a
-closed door is told in one sentence. The charter is served to anyone who asks, so that `swarm join <address>`
-needs nothing but an address.
+neighbour, again with one that has been silent (`links.py`), and keeps this node's signed record in the DHT.
+Whoever the book knows as active, or `seek` names, and is not connected is looked up there. The handshake is
+where another protocol version, another swarm or a closed door is told in one sentence. The charter is served
+to anyone who asks, so that `swarm join <address>` needs nothing but an address.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from node.membership import Membership
 from node.peers.backoff import Backoff
 from node.peers.book import PeerBook
 from node.peers.greeting import differences, hello, knows_newer, refusal, welcome
+from node.peers.links import Links
 from node.runtime import Runtime
 from node.state.stores import SequenceSource
 from node.transport.base import Stream, Transport
@@ -55,7 +56,7 @@ MAX_HELLO_BYTES = 8 * 1024
 KNOWN_PEERS = 1024
 ROUND_S = 1.0
 HELLO_TIMEOUT_S = 5.0
-"""Deadline of one handshake. Those of a round run together: one silent neighbour delays no other."""
+"""Deadline of one handshake. Each has a task of its own: one silent neighbour delays no other."""
 REFUSALS_TOLD = 8
 """Neighbours whose refusal is shown: identities are free, and no peer may fill the screen."""
 ALONE_TOLD_S = 4.0
@@ -161,7 +162,8 @@ class Presence:
         """Whose policy this node generates with, as its record says; the node changes it."""
         self.known: FIFOCache[PeerId, PeerRecord] = FIFOCache(KNOWN_PEERS)
         """The last record of each neighbour."""
-        self.connected: frozenset[PeerId] = frozenset()
+        self.links = Links(runtime.clock)
+        """Who has a link, and whose application answers."""
         self.stored: PeerRecord | None = None
         """This node's record as it was last put into the DHT."""
         self._dials = Backoff[str](
@@ -177,14 +179,19 @@ class Presence:
         """Peers that were heard and are not connected, the one looked up last at the end."""
         self._searches = Backoff[PeerId](SEEK_BACKOFF_S, MAX_SEEK_BACKOFF_S, max_keys=SOUGHT_PEERS)
         self._said: tuple[Lineage | None, Annex | None] = (None, None)
-        """Lineage and annex in the last round of handshakes."""
-        transport.serve(HELLO_PROTOCOL, self._answer_hello)
+        """Lineage and annex as all neighbours were told them last."""
+        transport.serve(HELLO_PROTOCOL, self.answer_hello)
         transport.serve(CHARTER_PROTOCOL, self._answer_charter)
 
     def seek(self, peer_id: PeerId) -> None:
         """Find this member of the swarm, unless it is a neighbour. Cheap."""
-        if peer_id not in self._sought and peer_id not in {*self.connected, self._membership.peer_id}:
+        if peer_id not in self._sought and peer_id not in {*self.links.peers, self._membership.peer_id}:
             self._sought[peer_id] = None
+
+    @property
+    def connected(self) -> frozenset[PeerId]:
+        """Neighbours whose application answered within a stated time: who may be asked for something."""
+        return self.links.connected
 
     @property
     def sought(self) -> tuple[PeerId, ...]:
@@ -204,28 +211,42 @@ class Presence:
         """Greet, bootstrap, seek and renew the record until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._meet())
+            group.create_task(self._keep_up())
             group.create_task(self._search())
 
     async def _meet(self) -> None:
+        """See which links stand, and greet: new neighbours, those that fell silent, and all when there is
+        news."""
+        greetings: dict[PeerId, asyncio.Task[None]] = {}
+        async with asyncio.TaskGroup() as group:
+            while True:
+                try:
+                    self.links.standing([peer.peer_id for peer in await self._transport.peers()])
+                except TransportError:
+                    self.links.standing(())
+                # Whoever has the lineage is asked for its weights: one that changed is told at once.
+                news = (self.lineage, self._membership.annex)
+                due = self.links.due() if news == self._said else sorted(self.links.peers)
+                self._said = news
+                greetings = {peer_id: task for peer_id, task in greetings.items() if not task.done()}
+                for peer_id in due:
+                    if peer_id not in greetings:
+                        greetings[peer_id] = group.create_task(self._greet(peer_id))
+                await asyncio.sleep(ROUND_S)
+
+    async def _keep_up(self) -> None:
+        """Dial the bootstraps that are missing, and renew this node's record."""
         told, next_store_s, soon_s = False, 0.0, 0.0
         while True:
             now_s = self._runtime.monotonic_s()
-            try:
-                self.connected = frozenset(peer.peer_id for peer in await self._transport.peers())
-            except TransportError:
-                self.connected = frozenset()
-            # Whoever has the lineage is asked for its weights: a follower with another owner says so at once.
-            news = (self.lineage, self._membership.annex)
-            known = self.known.keys() if news == self._said else frozenset[PeerId]()
-            self._said = news
-            await asyncio.gather(*map(self._greet, sorted(self.connected - known)))
             failure, pause_s = await self._dial_bootstraps(now_s)
-            if failure and not self.connected and not told and pause_s > ALONE_TOLD_S:
+            linked = bool(self.links.peers)
+            if failure and not linked and not told and pause_s > ALONE_TOLD_S:
                 text = f"no bootstrap answers yet ({failure}); training alone, still trying"
                 self._runtime.notice(NoticeLevel.WARNING, text)
                 told = True
             changed = self.stored is not None and self.stored != self.record()
-            if self.connected and now_s >= (soon_s if changed else next_store_s):
+            if linked and now_s >= (soon_s if changed else next_store_s):
                 stored = await self._store_record()
                 soon_s = now_s + STORE_AGAIN_S
                 next_store_s = now_s + RECORD_TTL_MS / 2000 if stored else soon_s
@@ -237,10 +258,10 @@ class Presence:
             await asyncio.sleep(ROUND_S)
             for peer_id in self._peers.active():
                 self.seek(peer_id)
-            for peer_id in self._sought.keys() & self.connected:
+            for peer_id in self._sought.keys() & self.links.peers:
                 del self._sought[peer_id]
                 self._searches.succeeded(peer_id)
-            if not 0 < len(self.connected) < ENOUGH_NEIGHBOURS:
+            if not self.links.peers or len(self.connected) >= ENOUGH_NEIGHBOURS:
                 continue
             now_s = self._runtime.monotonic_s()
             due = [peer_id for peer_id in self._sought if not self._searches.ready_in_s(peer_id, now_s)]
@@ -278,7 +299,7 @@ class Presence:
         annex = self._membership.annex
         addresses = {*self._bootstraps, *(annex.bootstraps if annex is not None else ())}
         for address in sorted(addresses):
-            if address.rpartition("/p2p/")[2] in self.connected:
+            if address.rpartition("/p2p/")[2] in self.links.peers:
                 self._dials.succeeded(address)
             elif not self._dials.ready_in_s(address, now_s):
                 due.append(address)
@@ -322,9 +343,11 @@ class Presence:
                 reply, skew_ms = await say_hello(self._transport, peer_id, said, self._runtime.clock)
         except TimeoutError:
             self._peers.refused(peer_id, "deadline")
+            self.links.unanswered(peer_id)
             return
         except TransportError as error:
             log.debug("no handshake with %s: %s", peer_id, error)
+            self.links.unanswered(peer_id)
             return
         except VersionError as error:
             self._peers.refused(peer_id, error.reason)
@@ -333,6 +356,7 @@ class Presence:
             return
         except RemoteProtocolError as error:
             self._peers.refused(peer_id, error.reason)
+            self.links.unanswered(peer_id)
             return
         self._skews_ms[peer_id] = skew_ms
         self._tell_skew()
@@ -343,7 +367,8 @@ class Presence:
         else:
             await self._meet_peer(peer_id, reply, reply.peer)
 
-    async def _answer_hello(self, stream: Stream) -> None:
+    async def answer_hello(self, stream: Stream) -> None:
+        """One greeting from elsewhere. Raises what the transport counts."""
         preamble = await stream.receive(max_bytes=MAX_PREAMBLE_BYTES)
         await stream.send(PREAMBLE)  # whatever theirs is, so that they can say it too
         try:
@@ -407,5 +432,10 @@ class Presence:
             self._skew_told = True
 
     def _remember(self, peer_id: PeerId, record: PeerRecord | None) -> None:
+        """What it said of itself; None for a peer that has no place here, or where this node has none."""
         unknown = PeerRecord(name="unknown", protocol_version=0, addresses=(), lineage=None)
         self.known[peer_id] = record or unknown
+        if record is None:
+            self.links.parted(peer_id)
+        else:
+            self.links.answered(peer_id)

@@ -14,11 +14,13 @@ from swarm_cli.options import HomeOption, JsonOption, resolve
 from swarm_cli.output import err, out, write_json
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.table import Table
 
-    from node.events import WeightsSeen
+    from node.events import PeerStatus, WeightsSeen
 
-__all__ = ["show", "status", "weights_line"]
+__all__ = ["frozen_lines", "show", "status", "weights_line"]
 
 
 def status(home: HomeOption = None, json: JsonOption = False) -> None:
@@ -51,11 +53,27 @@ def show(facts: dict[str, Any]) -> None:
         f"up {facts['uptime_s']:.0f} s{reward}\n{facts['peer_id']}  in {facts['swarm']}",
         soft_wrap=True,
     )
+    for line in frozen_lines(facts["peers"], facts["at"]):
+        out.print(line, soft_wrap=True)
     if facts["weights"] is not None:
         out.print(weights_line(facts["role"], facts["weights"]), soft_wrap=True)
     out.print(_table(facts))
     if facts["health"] is not None and facts["health"].not_sharing:
         out.print(f"shares nothing any more: {facts['health'].not_sharing}", soft_wrap=True)
+
+
+def frozen_lines(peers: Sequence[PeerStatus], at: int) -> list[str]:
+    """One line a peer whose link stands and whose node does not answer; `at` is now, ms."""
+    return [
+        f"frozen: {peer.name or peer.peer_id} is linked and "
+        + (
+            f"answered {max(0, at - peer.answered_at) / 1000:.0f} s ago"
+            if peer.answered_at
+            else "never answered"
+        )
+        for peer in peers
+        if peer.frozen
+    ]
 
 
 def weights_line(role: str, weights: WeightsSeen) -> str:

@@ -117,6 +117,11 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     def connected(self) -> int:
         return sum(peer.connected for peer in self.peers)
 
+    @property
+    def frozen(self) -> int:
+        """Peers whose link stands and whose application does not answer."""
+        return sum(peer.frozen for peer in self.peers)
+
     def name_of(self, peer_id: str) -> str:
         """Name of a peer, or the tail of its id where it told none."""
         if peer_id == self.peer_id:
@@ -125,6 +130,11 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
             if peer.peer_id == peer_id and peer.name:
                 return peer.name
         return f"…{peer_id[-8:]}"
+
+
+def _place(peer: PeerStatus) -> tuple[bool, bool, str, str]:
+    """Connected peers first, then frozen ones, each by name."""
+    return not peer.connected, not peer.frozen, peer.name, peer.peer_id
 
 
 def fold(view: NodeView, event: Event) -> NodeView:
@@ -137,7 +147,9 @@ def fold(view: NodeView, event: Event) -> NodeView:
             return replace(view, stages=stages)
         case PeersSeen(peers=peers):
             once = {peer.peer_id: peer for peer in peers}.values()
-            ordered = sorted(once, key=lambda peer: (not peer.connected, peer.name, peer.peer_id))
+            ordered = sorted(
+                once, key=lambda peer: (not peer.connected, not peer.frozen, peer.name, peer.peer_id)
+            )
             return replace(view, peers=tuple(ordered))
         case StepDone():
             return replace(view, steps=(*_before_version(view.steps, event), event)[-MAX_STEPS:])

@@ -11,13 +11,14 @@ from node.compute import InlineCompute, Lane
 from node.events import Event, EventBus, Notice
 from node.membership import Membership
 from node.peers.book import PeerBook
+from node.peers.links import Links
 from node.peers.trust import TrustSettings
 from node.runtime import Runtime
 from node.transport.limits import Refusals
 from protocol.identity import Identity
-from protocol.messages import Charter
+from protocol.messages import Charter, PeerId
 
-__all__ = ["ManualClock", "make_peers", "make_runtime", "notices_of"]
+__all__ = ["ManualClock", "make_links", "make_peers", "make_runtime", "notices_of"]
 
 
 class ManualClock:
@@ -49,6 +50,14 @@ def make_runtime(
 def notices_of(events: list[Event]) -> list[str]:
     """What the operator was told, in order."""
     return [event.text for event in events if isinstance(event, Notice)]
+
+
+def make_links(clock: Clock, *connected: PeerId) -> Links:
+    """Links of which each has answered just now."""
+    links = Links(clock)
+    for peer in connected:
+        links.answered(peer)
+    return links
 
 
 def make_peers(

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from node.events import BlobStatus, NodeStarted, PeersSeen, StagesSeen, StageStatus, WeightsSeen
+from node.events import BlobStatus, NodeStarted, PeersSeen, PeerStatus, StagesSeen, StageStatus, WeightsSeen
 from node.state.paths import Home
 from node.telemetry import SocketSink
 from swarm_cli import snapshot
@@ -27,6 +27,15 @@ WAITS = tuple(
     StageStatus(stage=stage, queued=1, capacity=4, waiting_for=f"wait of {stage}", waiting_s=1.5)
     for stage in STAGES
 )
+
+PEERS = tuple(
+    PeerStatus(
+        peer_id=f"12D3KooW{name}", name=name, connected=name == "bob", accepted=0, rejected={}, trust=0.5,
+        policy_version=0, lag=0.0, age_windows=0.0, last_seen_at=0, same_tokenizer=True,
+        frozen=name == "eve", answered_at=5000,
+    )
+    for name in ("bob", "eve", "zoe")
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -60,8 +69,8 @@ async def served(path: Path, *, waits: bool = True) -> AsyncIterator[Path]:
                 run_dir="/r",
             )
         )
-        sink(PeersSeen(at=3000, peers=()))
-        sink(StagesSeen(at=3000, stages=WAITS))
+        sink(PeersSeen(at=50_000, peers=PEERS))
+        sink(StagesSeen(at=50_000, stages=WAITS))
     try:
         yield path
     finally:
@@ -72,7 +81,7 @@ async def test_every_wait_is_told_with_its_name(sockets: Path) -> None:
     async with served(sockets / "ada.sock") as path:
         (view,) = await read_nodes([path])
     facts = summary(view)
-    assert (facts["name"], facts["state"], facts["uptime_s"]) == ("ada", "running", 2.0)
+    assert (facts["name"], facts["state"], facts["uptime_s"]) == ("ada", "running", 49.0)
     assert [(wait.stage, wait.waiting_for) for wait in facts["stages"]] == [
         (stage, f"wait of {stage}") for stage in STAGES
     ]
@@ -121,7 +130,9 @@ async def test_the_table_shows_stages_and_waits(sockets: Path, capsys: pytest.Ca
         (view,) = await read_nodes([path])
     status.show(summary(view))
     shown = capsys.readouterr().out
-    assert "ada  v0  0 peers  up 2 s" in shown
+    assert "ada  v0  1 peer  up 49 s" in shown
+    assert "frozen: eve is linked and answered 45 s ago" in shown
+    assert summary(view)["peers_frozen"] == 1
     for stage in STAGES:
         assert f"wait of {stage}" in shown
 

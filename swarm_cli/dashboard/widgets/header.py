@@ -74,6 +74,8 @@ def _what(view: NodeView) -> Text:
         return Text("no event yet; a node writes its first when its policy is loaded", DIM)
     version = f"v{view.policy_version}" if view.policy_version >= 0 else "v–"
     peers = f"{view.connected} of {len(view.peers)}" if view.peers else "none yet"
+    if view.frozen:
+        peers += f", {view.frozen} frozen"
     return Text("   ").join(
         [
             Text.assemble(

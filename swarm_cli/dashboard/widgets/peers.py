@@ -69,10 +69,10 @@ class PeersTable(KeyedTable):
 
 
 def _cells(peer: PeerStatus, at: int, widths: dict[str, int]) -> tuple[Text | str, ...]:
-    name_style = "" if peer.connected else DIM
+    name_style = "" if peer.connected else WARN if peer.frozen else DIM
     seen = duration(max(0, at - peer.last_seen_at) / 1000) if peer.last_seen_at else "never"
     return (
-        Text(cut(peer.name or "(no name)", widths["name"]), name_style),
+        Text(cut(_called(peer), widths["name"]), name_style),
         Text(short_id(peer.peer_id), DIM),
         _right(f"v{peer.policy_version}" if peer.policy_version >= 0 else "–", widths["ver"]),
         _right(decimal(peer.trust), widths["trust"], _trust_style(peer.trust)),
@@ -83,6 +83,21 @@ def _cells(peer: PeerStatus, at: int, widths: dict[str, int]) -> tuple[Text | st
         _right(seen, widths["seen"], name_style),
         Text("same" if peer.same_tokenizer else "other", "" if peer.same_tokenizer else WARN),
     )
+
+
+def _called(peer: PeerStatus) -> str:
+    name = peer.name or "(no name)"
+    return f"frozen: {name}" if peer.frozen else name
+
+
+def _link(peer: PeerStatus, at: int) -> tuple[str, str]:
+    """Whether it answers, and its colour."""
+    ago = f"answered {duration(max(0, at - peer.answered_at) / 1000)} ago" if peer.answered_at else ""
+    if peer.connected:
+        return f"connected, {ago}".removesuffix(", "), GOOD
+    if peer.frozen:
+        return f"frozen: the link stands, its node {ago or 'has not answered'}", BAD
+    return "not connected", WARN
 
 
 def _right(value: str, cells: int, style: str = "") -> Text:
@@ -120,7 +135,7 @@ class PeerDetail(Static):
         text = Text.assemble(
             (cut(peer.name or "(no name)", 40), f"bold {ACCENT}"), ("  ", ""), (peer.peer_id, "")
         )
-        link = ("connected", GOOD) if peer.connected else ("not connected", WARN)
+        link = _link(peer, view.at)
         tokenizer = (
             "same tokenizer" if peer.same_tokenizer else "another tokenizer: its text is read, not its tokens"
         )

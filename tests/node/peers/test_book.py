@@ -16,7 +16,7 @@ from node.peers.book import ACTIVE_WINDOWS, PeerBook
 from node.peers.trust import Hardness, load_standings
 from node.transport.limits import Refusals
 from protocol.messages import Announcement, BlobRef, Lineage, PeerId, PeerRecord, PromptRef
-from tests.node.runtimes import ManualClock, make_peers, make_runtime
+from tests.node.runtimes import ManualClock, make_links, make_peers, make_runtime
 from tests.node.verify.world import World, identity
 
 WORLD = World()
@@ -60,7 +60,7 @@ def test_a_row_tells_what_was_counted() -> None:
     for reason in ("stale", "stale", "copied"):
         peers.rejected("p", reason)
     peers.refused("p", "deadline")
-    (row,) = peers.table(frozenset(), {}, OURS)
+    (row,) = peers.table(make_links(ManualClock()), {}, OURS)
     assert (row.peer_id, row.connected, row.accepted, row.trust) == ("p", False, 3, 0.5)
     assert row.rejected == {"copied": 1, "deadline": 1, "stale": 2}
     assert (row.policy_version, row.lag, row.age_windows) == (3, pytest.approx(2 / 3), pytest.approx(1.0))
@@ -75,7 +75,7 @@ def test_the_newest_version_is_known_by_lineage_and_unknown_before_the_first() -
         peers.announced("p", msgspec.structs.replace(announcement("p", version), lineage=lineage))
     assert [peers.newest_version("p", lineage) for lineage in (first, second, third)] == [500, 3, None]
     assert peers.newest_version("q", first) is None
-    (row,) = peers.table(frozenset(), {}, OURS)
+    (row,) = peers.table(make_links(ManualClock()), {}, OURS)
     assert (row.follows, row.policy_version) == ("second", 3)  # of the lineage announced last
     for number in range(book.MAX_LINEAGES):
         other = Lineage(f"owner{number}", "c" * 64, OURS)
@@ -85,7 +85,7 @@ def test_the_newest_version_is_known_by_lineage_and_unknown_before_the_first() -
 
 def test_unknown_peers_have_neutral_numbers() -> None:
     peers = make_book()
-    (row,) = peers.table(frozenset({"p"}), {}, OURS)
+    (row,) = peers.table(make_links(ManualClock(), "p"), {}, OURS)
     assert (row.connected, row.name, row.policy_version, row.last_seen_at) == (True, "", -1, 0)
     assert (row.lag, row.age_windows, row.trust) == (0.0, 0.0, 0.5)
     assert not peers.quarantined("p")
@@ -96,7 +96,7 @@ def test_names_are_made_inert_and_rows_are_sorted() -> None:
     peers = make_book()
     peers.rejected("z", "x")
     record = PeerRecord(name="\x1b]0;evil\x07" + "n" * 100, protocol_version=1, addresses=(), lineage=None)
-    rows = peers.table(frozenset({"b", "a"}), {"b": record, "elsewhere": record}, OURS)
+    rows = peers.table(make_links(ManualClock(), "b", "a"), {"b": record, "elsewhere": record}, OURS)
     assert [row.peer_id for row in rows] == ["a", "b", "z"]
     assert rows[1].name.startswith("\ufffd]0;evil\ufffd")
     assert len(rows[1].name) == 64
@@ -169,7 +169,7 @@ def test_the_book_keeps_the_peers_heard_last(monkeypatch: pytest.MonkeyPatch) ->
     peers.rejected("d", "x")
     for number in range(100):
         peers.refused(f"invented {number}", "rate")  # identities are free and push nobody out
-    assert [row.peer_id for row in peers.table(frozenset(), {}, OURS)] == ["a", "c", "d"]
+    assert [row.peer_id for row in peers.table(make_links(ManualClock()), {}, OURS)] == ["a", "c", "d"]
 
 
 def test_refusals_are_counted_with_the_transports_own() -> None:

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from node.clock import SystemClock, VirtualClock, run_virtual
-from node.events import Event, Notice
+from node.events import Event, Notice, PeerStatus
 from node.peers import presence
 from node.peers.presence import Presence, ask_clock, clock_skew_ms, fetch_charter, say_hello
 from node.state.stores import MemorySequence
@@ -61,13 +61,13 @@ class Member:
         self.refusals = Refusals()
         runtime = make_runtime(town.clock)
         runtime.bus.subscribe(self._told)
-        membership, peers = make_peers(runtime, one, charter, refusals=self.refusals)
+        membership, self.peers = make_peers(runtime, one, charter, refusals=self.refusals)
         membership.token = town.tokens.get(one.peer_id)
         self.membership = membership
         self.presence = Presence(
             runtime,
             membership,
-            peers,
+            self.peers,
             self.transport,
             MemorySequence(1),
             name="node",
@@ -79,6 +79,9 @@ class Member:
     def _told(self, event: Event) -> None:
         assert isinstance(event, Notice)
         self.notices.append((event.level, event.text))
+
+    def table(self) -> tuple[PeerStatus, ...]:
+        return self.peers.table(self.presence.links, self.presence.known, "")
 
     @property
     def refused(self) -> dict[tuple[str, str], int]:
@@ -453,7 +456,8 @@ def test_a_neighbour_without_handshake_is_no_error() -> None:
         await stranger.connect(alice.transport.addresses()[0])
         await asyncio.sleep(5)
         assert (alice.presence.known, alice.refused, alice.notices) == ({}, {}, [])
-        assert alice.presence.connected == {BOB.peer_id}
+        assert alice.presence.links.peers == {BOB.peer_id}
+        assert alice.presence.connected == set()  # nobody has answered
 
     town(test)
 
@@ -497,6 +501,51 @@ def test_known_neighbours_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
                 await town.stranger(one), ALICE.peer_id, Hello(swarm_id(CHARTER), record_of(one)), town.clock
             )
         assert list(alice.presence.known) == [identity(f"peer{number}").peer_id for number in (3, 4, 5)]
+
+    town(test)
+
+
+# --- frozen neighbours --------------------------------------------------------------------------------------
+
+
+def test_a_neighbour_whose_application_stands_still_is_frozen_and_then_connected_again() -> None:
+    """Its link stands all the while, as with a process that is stopped beside a living daemon."""
+
+    async def test(town: Town) -> None:
+        alice = await town.settle(ALICE)
+        bob = await town.settle(BOB, ALICE.peer_id)
+        await asyncio.sleep(120)
+        links = alice.presence.links
+        assert links.connected == alice.presence.connected == {BOB.peer_id}
+        assert town.clock.now_ms() - links.answered_at(BOB.peer_id) <= 30_000  # nobody has to have news
+        assert bob.task is not None
+        bob.task.cancel()
+        bob.transport.serve(HELLO_PROTOCOL, never_replies)
+        await asyncio.sleep(60)
+        assert (links.peers, links.connected, links.frozen) == ({BOB.peer_id}, set(), {BOB.peer_id})
+        assert 3 <= alice.refused[BOB.peer_id, "deadline"] <= 6  # with a back-off
+        row = next(row for row in alice.table() if row.peer_id == BOB.peer_id)
+        assert (row.connected, row.frozen, row.answered_at) == (False, True, links.answered_at(BOB.peer_id))
+        bob.transport.serve(HELLO_PROTOCOL, bob.presence.answer_hello)
+        bob.task = asyncio.create_task(bob.presence.run())
+        await asyncio.sleep(5)
+        assert (links.connected, links.frozen) == ({BOB.peer_id}, set())
+        assert len(alice.notices) == 0
+
+    town(test)
+
+
+def test_a_silent_neighbour_delays_no_news_to_others() -> None:
+    async def test(town: Town) -> None:
+        alice = await town.settle(ALICE)
+        silent = await town.stranger(CAROL, never_replies)
+        await silent.connect(alice.transport.addresses()[0])
+        await town.settle(BOB, ALICE.peer_id)
+        await asyncio.sleep(3)
+        for owner in (CAROL, BOB, CAROL):
+            alice.presence.lineage = Lineage(owner.peer_id, "b" * 64, "a" * 64)
+            await asyncio.sleep(2)
+            assert town.members[1].presence.known[ALICE.peer_id].lineage == alice.presence.lineage
 
     town(test)
 

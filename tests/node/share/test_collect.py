@@ -30,7 +30,7 @@ from protocol.constants import MAX_BLOB_BYTES, MAX_FRAME_BYTES
 from protocol.errors import DecodeError, LimitError, TransportError
 from protocol.messages import Announcement, BlobRef, BlobReply, BlobRequest, Lineage, PromptRef
 from protocol.topics import BLOB_PROTOCOL
-from tests.node.runtimes import make_peers, make_runtime
+from tests.node.runtimes import ManualClock, make_links, make_peers, make_runtime
 from tests.node.verify.world import World, identity
 
 NODE = identity("node").peer_id
@@ -279,7 +279,7 @@ def test_announcements_count_for_and_against_their_authors() -> None:
             desk.offer(author, 0)
         await asyncio.sleep(1)
         assert desk.fetched() == [(honest, 0)]
-        rows = {row.peer_id: row for row in desk.peers.table(frozenset(), {}, "")}
+        rows = {row.peer_id: row for row in desk.peers.table(make_links(ManualClock()), {}, "")}
         assert rows[late].rejected == {"stale": 1}
         assert rows[liar].rejected == {"tampered_prompt": 1}
         assert (rows[late].trust, rows[liar].trust) == (0.5, 0.0)

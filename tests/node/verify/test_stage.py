@@ -20,7 +20,7 @@ from node.verify.base import ACCEPT, BLAMELESS_REASONS, UNCERTAIN_REASONS, Item,
 from node.verify.pipeline import Verifier
 from node.verify.stage import VerifyStage
 from protocol.messages import PromptRef, RolloutGroup
-from tests.node.runtimes import make_peers, make_runtime
+from tests.node.runtimes import ManualClock, make_links, make_peers, make_runtime
 from tests.node.verify.world import EOS, EPOCH_MS, World, candidate, identity, rollout, served
 
 ALICE, BOB, MALLORY = (identity(name).peer_id for name in ("alice", "bob", "mallory"))
@@ -57,7 +57,7 @@ class Bench:
         return 0.0, 0.0, 0.0
 
     def rejected(self, peer: str) -> dict[str, int]:
-        rows = self.peers.table(frozenset({peer}), {}, "")
+        rows = self.peers.table(make_links(ManualClock(), peer), {}, "")
         return next(row.rejected for row in rows if row.peer_id == peer)
 
 
@@ -110,7 +110,7 @@ def test_an_accepted_group_is_pooled_trusted_remembered_and_shown() -> None:
         assert event.rewards == rewards
         assert [outcome.verdict for outcome in event.checks] == ["accept"] * len(event.checks)
         assert event.question == group.question
-        (row,) = bench.peers.table(frozenset(), {}, "")
+        (row,) = bench.peers.table(make_links(ManualClock()), {}, "")
         assert (row.accepted, row.lag, row.age_windows) == (1, 0.0, 0.0)
 
     bench(test)
@@ -302,7 +302,7 @@ def test_the_age_at_arrival_is_counted_from_the_end_of_the_prompts_window() -> N
         for window in (100, 99, 98):
             says.group = msgspec.structs.replace(says.group, prompt=PromptRef(window, 0, 0))
             await bench.take(candidate(says.group))
-        (row,) = bench.peers.table(frozenset(), {}, "")
+        (row,) = bench.peers.table(make_links(ManualClock()), {}, "")
         assert row.age_windows == pytest.approx((0 + 0.5 + 1.5) / 3)
 
     bench(test, verifier=cast("Verifier", says), world=world)

@@ -28,7 +28,7 @@ from node.weight.own import OwnGroups
 from node.weight.settings import Treatment, WeightSettings
 from node.weight.stage import WeightStage
 from protocol.messages import Announcement, BlobRef, Lineage, PromptRef, Rollout, Sampling
-from tests.node.runtimes import make_runtime
+from tests.node.runtimes import ManualClock, make_links, make_runtime
 from tests.node.toy import make_charter
 from tests.node.verify.world import identity, rollout
 from tests.node.weight.conftest import ALICE, BOB, ME, TOKENS, accepted, lineage_of
@@ -85,7 +85,7 @@ class Bench:
         return await self.stage.draw(version, **options)
 
     def rejected(self, author: str) -> dict[str, int]:
-        rows = self.peers.table(frozenset({author}), {}, self.policy.tokenizer_digest)
+        rows = self.peers.table(make_links(ManualClock(), author), {}, self.policy.tokenizer_digest)
         return next(row.rejected for row in rows if row.peer_id == author)
 
 
