@@ -204,7 +204,7 @@ async def run_loop(
         signals = stack.enter_context(EndSignals(compute))
         stack.callback(compute.close)
         stack.callback(parts.engine.close)  # before: it ends what the threads wait for
-        stores = stack.enter_context(open_stores(home, membership.swarm_id, clock.now_ms()))
+        stores = stack.enter_context(open_stores(home, membership.swarm_id, clock.now_ms))
         runtime = Runtime(clock, compute, EventBus(), random.Random(config.seed))
         notices.through(runtime)
         metrics = stack.enter_context(contextlib.closing(JsonlSink(home.run(config.run).metrics)))

@@ -7,16 +7,16 @@ with peers' groups (`node/share/collect.py`, `node/verify`), nor for weights (`n
 
 from __future__ import annotations
 
-import asyncio
-
 from node.config import NodeConfig
 from node.membership import Membership
 from node.peers.book import PeerBook
 from node.peers.presence import Presence
+from node.peers.twin import TwinWatch
 from node.runtime import Runtime
 from node.share.gossip import Gossip, GossipLimits
 from node.share.publish import GroupPublisher
 from node.state.stores import ReplayGuard, SequenceSource
+from node.supervise import run_endless
 from node.transport.base import Transport
 from protocol.messages import Digest, Lineage, PeerId
 
@@ -44,7 +44,7 @@ class Network:
             peers,
             transport,
             sequence,
-            replay=replay,
+            replay=TwinWatch(runtime, membership, peers, sequence, replay),
             limits=GossipLimits(reconcile_interval_s=config.network.reconcile_s),
         )
         self.publisher = GroupPublisher(membership, transport, self.gossip)
@@ -60,9 +60,7 @@ class Network:
 
     async def run(self) -> None:
         """Gossip and keep up with neighbours until cancelled."""
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self.gossip.run(), name="gossip")
-            group.create_task(self.presence.run(), name="presence")
+        await run_endless(gossip=self.gossip.run(), presence=self.presence.run())
 
     def members_of(self, lineage: Lineage | None) -> list[PeerId]:
         """Connected peers that said to have this lineage's weights: its owner and who follows it. Sorted, so

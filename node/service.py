@@ -13,14 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from node.events import Event, Health
-from node.supervise import StageGauge
-from protocol.errors import OurFault
+from node.supervise import StageGauge, endless
 
-__all__ = ["Service", "ServiceEndedError"]
-
-
-class ServiceEndedError(OurFault):
-    """A loop that runs for as long as the node has returned."""
+__all__ = ["Service"]
 
 
 async def _nothing() -> None:
@@ -58,7 +53,5 @@ class Service:
     """Its contribution to the node's health."""
 
     async def whole_run(self) -> None:
-        """`run`. Raises ServiceEndedError when that returns and must not."""
-        await self.run()
-        if not self.finishes:
-            raise ServiceEndedError(f"the service {self.name!r} has ended by itself; that is a bug of ours")
+        """`run`. Raises LoopEndedError when that returns and must not."""
+        await (self.run() if self.finishes else endless(self.name, self.run()))

@@ -18,7 +18,7 @@ from node.rollout.stage import RolloutStage
 from node.runtime import Runtime
 from node.service import Service
 from node.stalls import StallWatch
-from node.supervise import LoopLag
+from node.supervise import LoopLag, run_endless
 
 __all__ = ["Status"]
 
@@ -49,9 +49,7 @@ class Status:
 
     async def run(self) -> None:
         """Tell until cancelled."""
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._lag.run())
-            group.create_task(self._tell())
+        await run_endless(lag=self._lag.run(), tell=self._tell())
 
     async def _tell(self) -> None:
         stalls, steps = StallWatch(self._gauges), StepWatch(self._runtime.clock)

@@ -4,7 +4,8 @@ stages.
 A stage works inside `StageGauge.working` and waits, by name, inside `StageGauge.waiting` or for its next
 work, so `swarm status` can say what a stage waits for and since when. `run_stages` runs all loops; when one
 ends with an error the others are cancelled and the error is raised: an error inside is our bug and must not
-hide (peers' errors never get here, their boundary caught them).
+hide (peers' errors never get here, their boundary caught them). `run_endless` is for the loops inside one
+stage: there a loop that merely returns is an error, too.
 """
 
 from __future__ import annotations
@@ -19,8 +20,22 @@ import psutil
 
 from node.clock import Clock
 from node.events import StageStatus
+from protocol.errors import OurFault
 
-__all__ = ["LoopLag", "ProcessMeter", "StageGauge", "run_stages", "sole_cause"]
+__all__ = [
+    "LoopEndedError",
+    "LoopLag",
+    "ProcessMeter",
+    "StageGauge",
+    "endless",
+    "run_endless",
+    "run_stages",
+    "sole_cause",
+]
+
+
+class LoopEndedError(OurFault):
+    """A loop that runs for as long as the node has returned."""
 
 
 class StageGauge:
@@ -155,6 +170,20 @@ async def run_stages(stages: Mapping[str, Coroutine[Any, Any, None]], *, until: 
         for task in tasks | {stop}:
             task.cancel()
         await asyncio.gather(*tasks, stop, return_exceptions=True)
+
+
+async def endless(name: str, work: Coroutine[Any, Any, None]) -> None:
+    """Run `work`, which ends by cancellation only. Raises LoopEndedError when it returns."""
+    await work
+    raise LoopEndedError(f"{name!r} has ended by itself; that is a bug of ours")
+
+
+async def run_endless(**loops: Coroutine[Any, Any, None]) -> None:
+    """Run these loops until cancelled; whatever ends one of them ends all. Raises LoopEndedError for one that
+    returns, its error for one that raises."""
+    async with asyncio.TaskGroup() as group:
+        for name, work in loops.items():
+            group.create_task(endless(name, work), name=name)
 
 
 async def _named(name: str, work: Coroutine[Any, Any, None]) -> None:

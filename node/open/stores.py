@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,11 +41,11 @@ class Stores:
 
 
 @contextlib.contextmanager
-def open_stores(home: Home, swarm_id: Digest, now_ms: int) -> Iterator[Stores]:
+def open_stores(home: Home, swarm_id: Digest, now_ms: Callable[[], int]) -> Iterator[Stores]:
     """The stores under `home`, for the process that has its lock. Raises ConfigError where it cannot write
     there."""
     try:
-        replay = ReplayStore(home.state, ReplayCache(), now_ms)
+        replay = ReplayStore(home.state, ReplayCache(), now_ms())
     except OSError as error:
         raise ConfigError(f"cannot write in {home.state}: {error.strerror}") from None
     try:

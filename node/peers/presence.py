@@ -28,6 +28,7 @@ from node.peers.greeting import differences, hello, knows_newer, refusal, welcom
 from node.peers.links import Links
 from node.runtime import Runtime
 from node.state.stores import SequenceSource
+from node.supervise import run_endless
 from node.transport.base import Stream, Transport
 from node.transport.limits import FirstTimes
 from protocol.annex import MAX_ANNEX_BYTES
@@ -209,10 +210,7 @@ class Presence:
 
     async def run(self) -> None:
         """Greet, bootstrap, seek and renew the record until cancelled."""
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._meet())
-            group.create_task(self._keep_up())
-            group.create_task(self._search())
+        await run_endless(meet=self._meet(), keep_up=self._keep_up(), search=self._search())
 
     async def _meet(self) -> None:
         """See which links stand, and greet: new neighbours, those that fell silent, and all when there is

@@ -32,7 +32,7 @@ from node.rollout.generate import Generator, NoGroupError
 from node.rollout.prompts import AssignedPrompt, PromptFeed
 from node.runtime import Runtime
 from node.share.accepted import Accepted
-from node.supervise import StageGauge
+from node.supervise import StageGauge, run_endless
 from protocol.messages import Rollout
 
 __all__ = ["RolloutStage"]
@@ -88,9 +88,9 @@ class RolloutStage:
         another generator."""
         complete: asyncio.Queue[_Complete] = asyncio.Queue()  # bounded by admission
         try:
-            async with asyncio.TaskGroup() as loops:
-                loops.create_task(self._generate(generator, complete))
-                loops.create_task(self._finish(generator, complete))
+            await run_endless(
+                generate=self._generate(generator, complete), finish=self._finish(generator, complete)
+            )
         finally:
             self.in_flight, self._spent_s = 0, 0.0
             self._running.clear()

@@ -27,7 +27,7 @@ from node.share.gossip import Gossip
 from node.share.heard import Candidate, Heard
 from node.share.own import Sharing
 from node.share.pool import ReplayPool
-from node.supervise import StageGauge
+from node.supervise import StageGauge, run_endless
 from node.transport.base import Transport
 from protocol.codec import decode, encode
 from protocol.constants import MAX_FRAME_BYTES
@@ -130,10 +130,8 @@ class Collector:
 
     async def run(self) -> None:
         """Listen and fetch until cancelled."""
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._listen(), name="share.collect.listen")
-            for number in range(self._parallel):
-                group.create_task(self._fetch_loop(), name=f"share.collect.fetch{number}")
+        fetches = {f"fetch{number}": self._fetch_loop() for number in range(self._parallel)}
+        await run_endless(listen=self._listen(), **fetches)
 
     async def _listen(self) -> None:
         async for heard in self._gossip.heard():

@@ -2,7 +2,8 @@
 
 - `write_atomically`: temporary file, fsync, rename, fsync of the folder.
 - `SequenceStore`: numbers are reserved on disk by the block before the first of them is used, so a node that
-is killed jumps over the rest of its block and never repeats a number.
+is killed jumps over the rest of its block and never repeats a number. They follow the clock and bear the
+process's mark, so that a number of another process with the same key is known as such.
 - `ReplayStore`: every admission is appended to a journal before it counts; now and then the journal is folded
 into a snapshot. State that is damaged is not trusted: the node then refuses all that was created before it
 noticed, rather than count something twice.
@@ -19,7 +20,7 @@ import os
 import secrets
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Protocol
 
@@ -105,6 +106,11 @@ class SequenceSource(Protocol):
         """A number above every earlier one."""
         ...
 
+    def made_elsewhere(self, number: int) -> bool:
+        """Whether this number of this node's key was certainly made by another process that runs beside this
+        one: not here, and not before."""
+        ...
+
 
 class MemorySequence:
     """Counts from `start`: for simulations, where nothing outlives the process."""
@@ -117,32 +123,45 @@ class MemorySequence:
         self._next += 1
         return number
 
+    def made_elsewhere(self, number: int) -> bool:
+        """See `SequenceSource`."""
+        return number >= self._next
+
 
 class SequenceStore:
     """Strictly increasing numbers across restarts, kills and a lost file.
 
-    The file holds the first number that is *not* reserved. Numbers start at the later of that and the clock,
-    so even without the file they rise as long as the clock does.
+    A number is a tick, at least the clock's milliseconds, and below it a mark that each process draws. The
+    file holds the first number that is *not* reserved; without it numbers rise as long as the clock does.
     """
 
-    BLOCK = 4096
-    NUMBERS_PER_MS = 1024
+    MARKS = 1024
+    BLOCK_TICKS = 60_000
+    """One write a minute."""
 
-    def __init__(self, path: Path, now_ms: int) -> None:
+    def __init__(self, path: Path, now_ms: Callable[[], int]) -> None:
         self._path = path
-        self._next = max(self._reserved(), now_ms * self.NUMBERS_PER_MS)
-        self._reserved_until = self._next
+        self._now_ms = now_ms
+        self._mark = secrets.randbelow(self.MARKS)
+        self._tick = max(-(-self._reserved() // self.MARKS), now_ms())
+        """The first that is free."""
+        self._reserved_until = self._tick
+        self._first = self._tick * self.MARKS
 
     def next(self) -> int:
         """A number above every earlier one. Once per block it waits for the disk; raises OSError when that
         fails, and then no number was used."""
-        if self._next >= self._reserved_until:
-            reserve = self._next + self.BLOCK
-            write_atomically(self._path, f"{reserve}\n".encode("ascii"))
-            self._reserved_until = reserve
-        number = self._next
-        self._next += 1
-        return number
+        tick = max(self._tick, self._now_ms())
+        if tick >= self._reserved_until:
+            until = tick + self.BLOCK_TICKS
+            write_atomically(self._path, f"{until * self.MARKS}\n".encode("ascii"))
+            self._reserved_until = until
+        self._tick = tick + 1
+        return tick * self.MARKS + self._mark
+
+    def made_elsewhere(self, number: int) -> bool:
+        """See `SequenceSource`. One pair of processes in 1,024 draws the same mark and does not notice."""
+        return number >= self._first and number % self.MARKS != self._mark
 
     def _reserved(self) -> int:
         """The stored number; 0 when there is none or it is damaged, the clock then decides."""

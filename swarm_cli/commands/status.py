@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from node.peers.twin import TWIN_REASON
 from node.state.paths import Home
 from swarm_cli.options import HomeOption, JsonOption, resolve
 from swarm_cli.output import err, out, write_json
@@ -58,8 +59,14 @@ def show(facts: dict[str, Any]) -> None:
     if facts["weights"] is not None:
         out.print(weights_line(facts["role"], facts["weights"]), soft_wrap=True)
     out.print(_table(facts))
-    if facts["health"] is not None and facts["health"].not_sharing:
-        out.print(f"shares nothing any more: {facts['health'].not_sharing}", soft_wrap=True)
+    health = facts["health"]
+    if health is not None and health.not_sharing:
+        out.print(f"shares nothing any more: {health.not_sharing}", soft_wrap=True)
+    if health is not None and (twins := health.refused.get(TWIN_REASON)):
+        out.print(
+            f"another node runs with this node's key ({twins} messages of it heard): stop one of the two",
+            soft_wrap=True,
+        )
 
 
 def frozen_lines(peers: Sequence[PeerStatus], at: int) -> list[str]:

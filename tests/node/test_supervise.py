@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from node.clock import VirtualClock, run_virtual
-from node.supervise import LoopLag, StageGauge, run_stages, sole_cause
+from node.supervise import LoopEndedError, LoopLag, StageGauge, run_endless, run_stages, sole_cause
 
 # --- StageGauge --------------------------------------------------------------------------------------------
 
@@ -209,3 +209,28 @@ def test_several_errors_stay_together() -> None:
     both = ExceptionGroup("both", [KeyError("a"), ValueError("b")])
     assert sole_cause(ExceptionGroup("outer", [both])) is both
     assert sole_cause(error := OSError("c")) is error
+
+
+def test_a_loop_that_returns_inside_a_stage_ends_the_stage_by_name() -> None:
+    """A task group would wait for the others for ever, and nobody would know."""
+
+    async def main() -> None:
+        stopped = asyncio.Event()
+
+        async def returns() -> None:
+            await asyncio.sleep(3)
+
+        async def goes_on() -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                stopped.set()
+
+        async with asyncio.timeout(10):
+            with pytest.raises(LoopEndedError, match="'gossip' has ended by itself"):
+                await run_stages(
+                    {"network": run_endless(gossip=returns(), presence=goes_on())}, until=asyncio.Event()
+                )
+        assert stopped.is_set()
+
+    run_virtual(main())

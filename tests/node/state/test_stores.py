@@ -17,6 +17,7 @@ from node.state.stores import MemorySequence, ReplayStore, SequenceStore, remove
 from protocol.constants import MAX_CLOCK_SKEW_MS
 from protocol.errors import FreshnessError, ReplayError
 from protocol.replay import ReplayCache
+from tests.node.runtimes import ManualClock
 
 ROOT = Path(__file__).parents[3]
 NOW_MS = 1_700_000_000_000
@@ -74,40 +75,59 @@ def test_leftovers_of_a_kill_are_removed(tmp_path: Path, monkeypatch: pytest.Mon
 # --- SequenceStore -----------------------------------------------------------------------------------------
 
 
-def test_numbers_begin_at_the_clock_and_count(tmp_path: Path) -> None:
-    store = SequenceStore(tmp_path / "sequence", NOW_MS)
-    assert [store.next() for _ in range(3)] == [NOW_MS * 1024, NOW_MS * 1024 + 1, NOW_MS * 1024 + 2]
-    assert store.next() < 2**63
+def numbers_from(path: Path, now_ms: int) -> SequenceStore:
+    """Of a process whose clock stands still."""
+    return SequenceStore(path, lambda: now_ms)
+
+
+def test_numbers_begin_at_the_clock_and_rise(tmp_path: Path) -> None:
+    store = numbers_from(tmp_path / "sequence", NOW_MS)
+    numbers = [store.next() for _ in range(3)]
+    assert [number // 1024 for number in numbers] == [NOW_MS, NOW_MS + 1, NOW_MS + 2]
+    assert max(numbers) < 2**53
 
 
 def test_numbers_rise_over_restarts_even_when_the_clock_does_not(tmp_path: Path) -> None:
     numbers: list[int] = []
     for now_ms in (NOW_MS, NOW_MS, NOW_MS - 86_400_000, 0, NOW_MS + 1):
-        store = SequenceStore(tmp_path / "sequence", now_ms)
+        store = numbers_from(tmp_path / "sequence", now_ms)
         numbers += [store.next() for _ in range(3)]
     assert numbers == sorted(set(numbers))
 
 
 def test_blocks_follow_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SequenceStore, "BLOCK", 4)
-    store = SequenceStore(tmp_path / "sequence", 0)
-    assert [store.next() for _ in range(10)] == list(range(10))
-    assert (tmp_path / "sequence").read_text() == "12\n"
-    assert SequenceStore(tmp_path / "sequence", 0).next() == 12
+    monkeypatch.setattr(SequenceStore, "BLOCK_TICKS", 4)
+    store = numbers_from(tmp_path / "sequence", 0)
+    assert [store.next() // 1024 for _ in range(10)] == list(range(10))
+    assert (tmp_path / "sequence").read_text() == f"{12 * 1024}\n"
+    assert numbers_from(tmp_path / "sequence", 0).next() // 1024 == 12
+
+
+def test_numbers_follow_the_clock_at_one_write_a_minute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writes: list[bytes] = []
+    monkeypatch.setattr(state, "write_atomically", lambda path, data: writes.append(data))
+    clock = ManualClock(NOW_MS)
+    store = SequenceStore(tmp_path / "sequence", clock.now_ms)
+    for _ in range(600):
+        assert store.next() // 1024 == clock.at_ms
+        clock.at_ms += 1000
+    assert len(writes) == 10
 
 
 @pytest.mark.parametrize("text", ["", "12", "-5\n", "x\n", "9" * 40 + "\n", "\x00" * 16, "1e5\n"])
 def test_damaged_or_lost_file_is_made_up_for_by_the_clock(tmp_path: Path, text: str) -> None:
     path = tmp_path / "sequence"
-    before = SequenceStore(path, NOW_MS).next()
+    before = numbers_from(path, NOW_MS).next()
     path.write_text(text)
-    assert SequenceStore(path, NOW_MS + 1000).next() > before
+    assert numbers_from(path, NOW_MS + 1000).next() > before
     path.unlink()
-    assert SequenceStore(path, NOW_MS + 2000).next() > before
+    assert numbers_from(path, NOW_MS + 2000).next() > before
 
 
 def test_full_disk_uses_up_no_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = SequenceStore(tmp_path / "sequence", 0)
+    store = numbers_from(tmp_path / "sequence", 0)
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -117,7 +137,7 @@ def test_full_disk_uses_up_no_number(tmp_path: Path, monkeypatch: pytest.MonkeyP
         for _ in range(2):
             with pytest.raises(OSError, match="No space"):
                 store.next()
-    assert store.next() == 0
+    assert store.next() // 1024 == 0
 
 
 def test_memory_sequence_counts() -> None:
@@ -282,8 +302,8 @@ from pathlib import Path
 from node.state.stores import ReplayStore, SequenceStore
 from protocol.replay import ReplayCache
 folder = Path(sys.argv[1])
-SequenceStore.BLOCK = 8
-sequence = SequenceStore(folder / "sequence", 0)
+SequenceStore.BLOCK_TICKS = 8
+sequence = SequenceStore(folder / "sequence", lambda: 0)
 store = ReplayStore(folder, ReplayCache(), {now_ms}, journal_records=7)
 while True:
     number = sequence.next()
