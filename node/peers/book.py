@@ -47,6 +47,8 @@ ACTIVE_WINDOWS = 3
 """Peers silent for longer are not waited for."""
 SAVE_S = 2.0
 """From a finding to the disk, at most."""
+CLAIM_TRUST = 0.9
+"""What it takes to be believed about another's policy: of a newcomer, eight accepted groups and no fault."""
 FORGOTTEN_HARD = 0.05
 """Hard failures that have decayed below this protect a standing from being forgotten no more."""
 
@@ -146,6 +148,15 @@ class PeerBook:
         swarm cost nothing; nobody in quarantine."""
         trust = self.trust(peer_id)
         return trust > 0 and (self._membership.charter.closed or trust > self.settings.newcomer)
+
+    def may_claim(self, peer_id: PeerId, lineage: Lineage) -> bool:
+        """Whether this peer is believed when it says that it generates with `lineage`: with its own, or with
+        another's as a follower, of which nobody keeps a list. Whoever is not is held to be a policy of its
+        own. In a closed swarm an issuer has signed for it; in an open one it has to have earned that."""
+        if lineage.owner == peer_id:
+            return True
+        trust = self.trust(peer_id)
+        return trust >= CLAIM_TRUST or (self._membership.charter.closed and trust > 0)
 
     def newest_version(self, peer_id: PeerId, lineage: Lineage) -> int | None:
         """Newest version of `lineage` that this peer announced, None before the first."""

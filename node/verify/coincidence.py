@@ -6,7 +6,8 @@ So what is summed up is the evidence against coincidence, and nothing else count
     drawn   -sum of the claimed log-probabilities of the matching completions, minus the ways to match them.
             Holds between equal weights too, and catches copies whose log-probabilities were replaced.
     equal   per distinct prefix, how unlikely two different sets of weights give this log-probability, to the
-            last bit or within 0.001. Left out where the weights may be the same.
+            last bit or within 0.001. Left out where the weights may be the same; that a stranger names its
+            victim's lineage does not make them so.
 
 A copy is claimed above 20 nats: one honest pair of groups in 5e8. Groups with less information than that
 cannot be told from honest ones, and such a copy gains its author little: the prompt had to be its own.
@@ -86,12 +87,14 @@ def print_group(group: RolloutGroup, tokens: Sequence[TokenArrays], arrived_at: 
     )
 
 
-def evidence_nats(later: GroupPrint, earlier: GroupPrint) -> float:
-    """Evidence that `later` is a copy of `earlier`; 0 when less than half of its rollouts match."""
+def evidence_nats(later: GroupPrint, earlier: GroupPrint, *, believed: bool = True) -> float:
+    """Evidence that `later` is a copy of `earlier`; 0 when less than half of its rollouts match. `believed`:
+    whether the author of `later` is believed about the lineage that it names."""
     pairs = _match(later.rollouts, earlier.rollouts)
     if 2 * len(pairs) < len(later.rollouts):
         return 0.0
-    return _drawn_nats(later, earlier, pairs) + _equal_nats(later, earlier, pairs)
+    same_policy = later.author == earlier.author or (believed and later.lineage == earlier.lineage)
+    return _drawn_nats(later, earlier, pairs) + _equal_nats(later, earlier, pairs, same_policy=same_policy)
 
 
 def _match(later: Sequence[RolloutPrint], earlier: Sequence[RolloutPrint]) -> list[tuple[int, int]]:
@@ -120,9 +123,10 @@ def _drawn_nats(later: GroupPrint, earlier: GroupPrint, pairs: Sequence[tuple[in
     return max(0.0, surprise - subsets - arrangements, in_order - size * math.log(2))
 
 
-def _equal_nats(later: GroupPrint, earlier: GroupPrint, pairs: Sequence[tuple[int, int]]) -> float:
+def _equal_nats(
+    later: GroupPrint, earlier: GroupPrint, pairs: Sequence[tuple[int, int]], *, same_policy: bool
+) -> float:
     same_base = later.lineage.base_model == earlier.lineage.base_model
-    same_policy = later.lineage == earlier.lineage or later.author == earlier.author
     total = 0.0
     seen: set[bytes] = set()
     for i, j in pairs:

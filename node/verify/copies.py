@@ -11,13 +11,13 @@ served count: an announcement alone accuses nobody, since its digest is bound to
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from cachetools import FIFOCache
 
 from node.verify.base import ACCEPT, Item, Verdict, reject
 from node.verify.coincidence import COPY_NATS, GroupPrint, evidence_nats, print_group
-from protocol.messages import PeerId, RolloutGroup
+from protocol.messages import Lineage, PeerId, RolloutGroup
 from protocol.rollouts import TokenArrays
 
 __all__ = ["Copies"]
@@ -37,7 +37,9 @@ class Copies:
 
     name = "copies"
 
-    def __init__(self, max_prints: int = MAX_PRINTS) -> None:
+    def __init__(self, may_claim: Callable[[PeerId, Lineage], bool], max_prints: int = MAX_PRINTS) -> None:
+        """`may_claim`: whether an author is believed about the lineage that it names."""
+        self._may_claim = may_claim
         self._max_prints = max_prints
         self._prints: OrderedDict[PrintKey, GroupPrint] = OrderedDict()
         self._holders: dict[bytes, FIFOCache[PrintKey, None]] = {}
@@ -60,10 +62,11 @@ class Copies:
     def check(self, item: Item) -> Verdict:
         """See `Check.check`."""
         own = print_group(item.group, item.tokens, item.arrived_at)
+        believed = self._may_claim(own.author, own.lineage)
         for earlier in self._earlier(own):
             if earlier.author != own.author and earlier.prompt != own.prompt:
                 continue
-            if evidence_nats(own, earlier) >= COPY_NATS:
+            if evidence_nats(own, earlier, believed=believed) >= COPY_NATS:
                 return reject("replayed" if earlier.author == own.author else "copied")
         return ACCEPT
 

@@ -1,13 +1,15 @@
-"""Groups that claim to come from this node's own policy: its followers', and whoever says so.
+"""Groups that claim to come from this node's own policy: what the claim must not say.
 
 A follower generates for the owner of the policy it tracks. The owner checks what can be checked: the claim
 names its base model and tokenizer, and no version that it has not made yet. Every other node treats such a
 group like one of a foreign model. Not for: how old a claim may be (`freshness.py`).
 
-An attacker who claims our lineage gains that its tokens are trained on with token-level ratios against the
-log-probabilities it claims (`Treatment.OWN`). It gains no rewards (recomputed here), prompts (derived here),
-copies (`coincidence.py` holds between equal weights too) or weight (trust is its own, and its source has its
-own denominator); claims beyond the trust region of the objective carry no gradient.
+Nobody keeps a list of followers, so the name alone gives nothing. Refused here is what no follower can say.
+For what the name gives - training by token on the log-probabilities it claims (`Treatment.OWN`), the owner's
+measures of lag, and equal log-probabilities without being a copy (`coincidence.py`) - its author has to be
+believed: a member of a closed swarm, or trusted for groups before (`PeerBook.may_claim`). Until then it is a
+foreign policy. A believed author that lies moves no ratio by more than `node/train/claims.py` allows, and
+gains no rewards (recomputed here), prompts (derived here) or weight (trust and source are its own).
 """
 
 from __future__ import annotations

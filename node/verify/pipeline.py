@@ -101,7 +101,7 @@ class Verifier:
         # Windows that can be fresh: the accepted ages, the current one, and those within the clock skew.
         ahead = MAX_CLOCK_SKEW_MS // charter.window_ms + 1
         self._ledger = Ledger(charter.rules.max_age_windows + 1 + ahead, peers.has_earned_trust)
-        self._copies = Copies()
+        self._copies = Copies(peers.may_claim)
         self._freshness = Freshness(membership, peers, own)
         lineage, environment = LineageClaim(own), SameEnvironment(membership.pin)
         slot = SlotDerivation(charter, membership.swarm_id, self._ledger)

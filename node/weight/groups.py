@@ -23,7 +23,7 @@ from node.rollout.policy import Policy
 from node.share.accepted import Accepted
 from node.weight.settings import Treatment, WeightSettings
 from protocol.errors import RemoteProtocolError
-from protocol.messages import FinishReason, Lineage, Rollout
+from protocol.messages import FinishReason, Rollout
 from protocol.rollouts import TokenArrays
 
 __all__ = [
@@ -130,9 +130,9 @@ class TrainingGroup:
         return all(rollout.behaviour_T is not None for rollout in self.rollouts)
 
 
-def training_group(accepted: Accepted, policy: Policy, lineage: Lineage) -> TrainingGroup:
-    """`accepted` in this policy's tokens, without treatment and advantages. `lineage` is the one that is
-    trained here; a group of it by another author is a follower's. The prompt is encoded by this policy's own
+def training_group(accepted: Accepted, policy: Policy, *, follower: bool = False) -> TrainingGroup:
+    """`accepted` in this policy's tokens, without treatment and advantages. `follower`: its author is
+    believed to generate with the policy that is trained here. The prompt is encoded by this policy's own
     template."""
     group = accepted.group
     return TrainingGroup(
@@ -148,7 +148,7 @@ def training_group(accepted: Accepted, policy: Policy, lineage: Lineage) -> Trai
         ),
         rewards=accepted.rewards,
         temperature=group.sampling.temperature,
-        own_lineage=group.lineage == lineage,
+        own_lineage=follower,
         accepted=accepted,
     )
 

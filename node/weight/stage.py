@@ -57,6 +57,8 @@ class Drawn(NamedTuple):
     """How often it was trained on before."""
     prompt_shared: bool = False
     """A peer's group: this node has answered the prompt lately."""
+    follower: bool = False
+    """A peer's group: its author is believed to generate with the policy that is trained here."""
     ingestion: LogprobRows = ()
     """log pi when it was first trained on; empty on first use."""
 
@@ -66,11 +68,10 @@ def weigh(
     treatments: Treatments,
     settings: WeightSettings,
     policy: Policy,
-    lineage: Lineage,
 ) -> TrainingBatch:
-    """The batch of a step; `lineage` is the one that is trained. Blocking. Raises TrainingDataError for a bad
-    own group; bad groups of peers are left out and named in `refused`."""
-    groups = [_group(each, policy, lineage) for each in drawn]
+    """The batch of a step. Blocking. Raises TrainingDataError for a bad own group; bad groups of peers are
+    left out and named in `refused`."""
+    groups = [_group(each, policy) for each in drawn]
     return collate(treatments.treat(groups), settings, policy)
 
 
@@ -140,7 +141,7 @@ class WeightStage:
             drawn = [Drawn(accepted, self._staleness(accepted, policy_version)) for accepted in own]
             drawn += [self._look_up(accepted, uses, policy_version) for accepted, uses in external]
             batch = await self._runtime.run(
-                Lane.WEIGHT, weigh, drawn, self._treatments, self._settings, self._policy, self._lineage
+                Lane.WEIGHT, weigh, drawn, self._treatments, self._settings, self._policy
             )
         for author, error in batch.refused:
             self._peers.rejected(author, error.reason)
@@ -197,18 +198,20 @@ class WeightStage:
 
     def _look_up(self, accepted: Accepted, uses: int, policy_version: int) -> Drawn:
         group = accepted.group
+        ours = group.lineage == self._lineage
         return Drawn(
             accepted,
             self._staleness(accepted, policy_version),
             trust=self._peers.trust(group.author),
             uses=uses,
             prompt_shared=group.prompt.index in self._answered,
+            follower=ours and self._peers.may_claim(group.author, group.lineage),
             ingestion=self._ingestion.get(accepted.digest, ()),
         )
 
 
-def _group(drawn: Drawn, policy: Policy, lineage: Lineage) -> TrainingGroup:
-    group = training_group(drawn.accepted, policy, lineage)
+def _group(drawn: Drawn, policy: Policy) -> TrainingGroup:
+    group = training_group(drawn.accepted, policy, follower=drawn.follower)
     rollouts = group.rollouts
     if drawn.ingestion:
         rollouts = tuple(

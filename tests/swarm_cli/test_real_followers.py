@@ -56,7 +56,8 @@ def test_followers_generate_for_an_owner_that_trains_on_their_groups(start: Star
         assert follower["digest"] == published[follower["version"]]
         assert follower["groups_generated"] >= follower["accepted"] > 0
         assert follower["received_bytes"] > 0
-    assert sum(follower["trained"] for follower in followers) == owner["groups_followers"]
+    # Before they are believed, their groups count as those of a foreign policy.
+    assert sum(follower["trained"] for follower in followers) >= owner["groups_followers"]
 
 
 def test_followers_go_on_on_the_same_chain_when_their_owner_was_killed(start: Start, tmp_path: Path) -> None:

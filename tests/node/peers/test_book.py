@@ -139,6 +139,7 @@ def test_members_of_a_closed_swarm_need_not_earn_trust() -> None:
     peers.judged(bad, Hardness.HARD)
     assert peers.has_earned_trust(good)
     assert not peers.has_earned_trust(bad)
+    assert [peers.may_claim(each, LINEAGE) for each in (good, bad)] == [True, False]
 
 
 def test_standings_survive() -> None:

@@ -38,7 +38,11 @@ def step_batch(policy: Policy) -> TrainingBatch:
         (accepted(policy, BOB, [0.0, 1.0]), {"lag": 1, "age_windows": 3, "treatment": Treatment.HACPO}),
     ]
     groups = [
-        dataclasses.replace(training_group(each, policy, ours), advantages=(-1.0, 1.0), **fields)
+        dataclasses.replace(
+            training_group(each, policy, follower=each.group.lineage == ours),
+            advantages=(-1.0, 1.0),
+            **fields,
+        )
         for each, fields in made
     ]
     return collate(groups, WeightSettings(), policy)

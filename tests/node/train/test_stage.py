@@ -26,7 +26,7 @@ from node.weight.settings import WeightSettings
 from node.weight.stage import WeightStage
 from protocol.errors import UnstableError
 from tests.node.runtimes import make_runtime, notices_of
-from tests.node.weight.conftest import ME, accepted, lineage_of
+from tests.node.weight.conftest import ME, accepted
 
 REPORT = StepReport(
     policy_version=1,
@@ -130,7 +130,7 @@ class Course:
 @pytest.fixture
 def course(policy: Policy) -> Callable[..., Course]:
     """Makes a course that trains on one own group of version 0 at every step."""
-    own = training_group(accepted(policy, ME, [0.0, 1.0]), policy, lineage_of(policy, ME))
+    own = training_group(accepted(policy, ME, [0.0, 1.0]), policy)
     batch = collate([dataclasses.replace(own, advantages=(-1.0, 1.0))], WeightSettings(), policy)
     return lambda **config: Course(batch, **config)
 

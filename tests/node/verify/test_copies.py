@@ -214,7 +214,7 @@ def test_the_claimed_tokenizer_changes_nothing(world, alice, bob):
 
 @pytest.fixture
 def copies() -> Copies:
-    return Copies()
+    return Copies(lambda author, lineage: True)
 
 
 def remember(copies: Copies, group: RolloutGroup, arrived_at: int) -> None:
@@ -246,7 +246,7 @@ def test_own_completions_in_another_slot_are_replayed(world, copies, alice):
 
 
 def test_bounded(world, alice):
-    copies = Copies(max_prints=5)
+    copies = Copies(lambda author, lineage: True, max_prints=5)
     group = world.group(alice)
     for slot in range(20):
         moved = replace(group, prompt=replace(group.prompt, slot=slot))

@@ -5,12 +5,16 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from node.peers.trust import Hardness
 from node.share.heard import Heard
 from node.verify.base import Decision, Verdict
 from node.verify.coincidence import COPY_NATS, evidence_nats
+from node.verify.copies import Copies
 from node.verify.freshness import Freshness
 from node.verify.lineage import LineageClaim, OwnPolicy
+from node.verify.schema import Schema
 from protocol.messages import RolloutGroup
+from protocol.rollouts import parse_tokens
 from tests.node.verify.test_copies import SURE, print_of
 from tests.node.verify.test_plausibility import CharacterPolicy, FlatEngine
 from tests.node.verify.world import World, announcement_of, candidate, heard, rollout
@@ -92,6 +96,27 @@ def test_equal_weights_of_one_lineage_are_no_evidence_of_copying(world, alice, b
     one, same = next(each for each in pairs if nats(*each) < COPY_NATS / 2)
     foreign = replace(same, lineage=replace(one.lineage, owner=bob))
     assert nats(one, foreign) >= COPY_NATS
+    # Nor does it help to name the victim's lineage, for whoever is not believed.
+    assert evidence_nats(print_of(same), print_of(one), believed=False) >= COPY_NATS
+
+
+def test_only_a_trusted_follower_may_repeat_its_lineages_numbers(world, alice, bob):
+    """The same short answers with the same numbers: of a follower they may be its own."""
+    slots = (world.group(alice, SURE, version=3, base="same", slot=slot) for slot in range(16))
+    one, same = next(
+        pair for pair in ((each, replace(each, author=bob)) for each in slots) if nats(*pair) < COPY_NATS / 2
+    )
+    _, peers = world.member()
+    copies = Copies(peers.may_claim)
+    copies.remember(one, [parse_tokens(each) for each in one.rollouts], arrived_at=1)
+    copy = Schema(world.charter).open(candidate(same, arrived_at=2))
+    reasons = []
+    for _ in range(9):
+        reasons.append(copies.check(copy).reason)
+        peers.judged(bob, Hardness.ACCEPTED)
+    assert reasons == ["copied"] * 8 + [""]
+    peers.judged(bob, Hardness.HARD)
+    assert copies.check(copy).reason == "copied"
 
 
 def test_long_tokens_drawn_twice_convict_a_follower_too(world, alice, bob):

@@ -17,7 +17,7 @@ def test_same_tokenizer_keeps_ids_and_logprobs(policy: Policy) -> None:
     theirs = accepted(
         policy, ALICE, [1.0], rollouts=[rollout([9, 7, 1], [-0.5, -0.25, -0.125], reward=1e30, version=4)]
     )
-    group = training_group(theirs, policy, lineage_of(policy, ME))
+    group = training_group(theirs, policy)
     [made] = group.rollouts
     assert made.tokens_T.tolist() == [9, 7, 1]
     assert made.tokens_T.dtype == np.int64
@@ -45,7 +45,7 @@ def test_another_tokenizers_text_is_tokenised_again(policy: Policy, other_policy
             rollout(ids[:-1], [-1.0, -2.0], text="42", finish=FinishReason.LENGTH, reward=1.0),
         ],
     )
-    stopped, cut = training_group(theirs, policy, lineage_of(policy, ME)).rollouts
+    stopped, cut = training_group(theirs, policy).rollouts
     # The end token stands on both sides, exactly if the completion was finished.
     assert (stopped.tokens_T.tolist(), stopped.behaviour_sum) == ([9, 7, 1], -3.5)
     assert (cut.tokens_T.tolist(), cut.behaviour_sum) == ([9, 7], -3.0)
@@ -54,8 +54,8 @@ def test_another_tokenizers_text_is_tokenised_again(policy: Policy, other_policy
 
 def test_a_group_of_this_lineage_is_own_or_a_followers(policy: Policy) -> None:
     ours = lineage_of(policy, ME)
-    own = training_group(accepted(policy, ME, [1.0]), policy, ours)
-    followers = training_group(accepted(policy, ALICE, [1.0], lineage=ours), policy, ours)
+    own = training_group(accepted(policy, ME, [1.0]), policy)
+    followers = training_group(accepted(policy, ALICE, [1.0], lineage=ours), policy, follower=True)
     assert (own.source, own.kind) == (OWN_SOURCE, Kind.OWN)
     assert (followers.source, followers.kind) == (ALICE, Kind.FOLLOWER)
     assert followers.rollouts[0].tokens_T.tolist() == TOKENS

@@ -23,7 +23,7 @@ from node.rollout.policy import Policy
 from node.runtime import Runtime
 from node.share.pool import ReplayPool
 from node.weight.batch import TrainingBatch
-from node.weight.groups import OWN_SOURCE, TrainingDataError
+from node.weight.groups import OWN_SOURCE, Kind, TrainingDataError
 from node.weight.own import OwnGroups
 from node.weight.settings import Treatment, WeightSettings
 from node.weight.stage import WeightStage
@@ -73,6 +73,11 @@ class Bench:
         group = accepted(self.policy, author, rewards, **fields)
         self.pool.add(group)
         return group.digest
+
+    def trust(self, author: str) -> None:
+        """It has sent good groups for long."""
+        for _ in range(9):
+            self.peers.judged(author, Hardness.ACCEPTED)
 
     def announce(self, author: str, version: int = 0) -> None:
         """The peer is active, with this version of its own policy."""
@@ -271,6 +276,7 @@ def test_followers_groups_are_trained_on_like_own_ones_at_their_true_lag(run: Ru
 
     async def test(bench: Bench) -> None:
         bench.announce(BOB, 4)
+        bench.trust(ALICE)
         bench.make_own(0.0, 1.0, policy_version=8)
         bench.pool_in(ALICE, 0.0, 1.0, lineage=lineage_of(bench.policy, ME), policy_version=6)
         bench.pool_in(BOB, 0.0, 1.0, policy_version=3)
@@ -281,6 +287,21 @@ def test_followers_groups_are_trained_on_like_own_ones_at_their_true_lag(run: Ru
         assert {source: group.lag for source, group in by_source.items()} == {OWN_SOURCE: 1, ALICE: 3, BOB: 1}
         row = batch.sources.index(ALICE)
         assert batch.behaviour_BT[batch.source_B == row].tolist() == [[-1.0] * 4] * 2
+
+    run(test, force=Treatment.COMPAT)
+
+
+def test_a_stranger_that_claims_this_lineage_is_trained_on_as_a_foreign_policy(run: Run) -> None:
+    """Anybody can write the owner's name; one group that passed every check has not earned it yet."""
+
+    async def test(bench: Bench) -> None:
+        bench.peers.judged(ALICE, Hardness.ACCEPTED)
+        bench.make_own(0.0, 1.0)
+        bench.pool_in(ALICE, 0.0, 1.0, lineage=lineage_of(bench.policy, ME))
+        batch = await bench.draw()
+        (group,) = (each for each in batch.groups if each.source == ALICE)
+        assert (group.kind, group.treatment) == (Kind.FOREIGN, Treatment.COMPAT)
+        assert not bool(batch.own_lineage_B[batch.source_B == batch.sources.index(ALICE)].any())
 
     run(test, force=Treatment.COMPAT)
 
