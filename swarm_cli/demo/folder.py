@@ -24,10 +24,10 @@ PREFIX = "swarm-demo-"
 @contextlib.contextmanager
 def demo_folder(keep: Path | None) -> Iterator[Path]:
     """An empty folder for the block. Raises ConfigError when `keep` cannot be one."""
+    remove_orphans(Path(tempfile.gettempdir()))
     if keep is not None:
         yield _kept(keep)
         return
-    remove_orphans(Path(tempfile.gettempdir()))
     try:
         root = Path(tempfile.mkdtemp(prefix=PREFIX))
     except OSError as error:

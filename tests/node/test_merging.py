@@ -27,11 +27,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compiled_merge")]
 
 MERGING: dict[str, Any] = {
     "merge__enabled": True,
-    "merge__every_windows": 5,  # 10 s
+    "merge__every_windows": 4,  # 8 s
     "merge__settle_s": 2.0,
     "merge__probe_prompts": 16,
     "merge__tolerance": 1.0,  # rewards lie in [0, 1]: everything is adopted
-    "train__steps": 45,
+    "train__steps": 30,
     "train__local_groups": 2,
 }
 
@@ -126,7 +126,7 @@ def test_a_merge_that_is_worse_on_held_out_prompts_is_not_adopted(
                 skipped = {event.policy_version - delta for event in judged for delta in (0, 1)}
                 assert sorted({*made, *skipped}) == list(range(1, max(*made, *skipped) + 1))
                 await toy.task
-                assert toy.of(NodeStopped)[-1].steps == len(made) == 45
+                assert toy.of(NodeStopped)[-1].steps == len(made) == MERGING["train__steps"]
                 assert sum(step.groups_across_merge for step in toy.of(StepDone)) == 0
 
     run_virtual(main())
@@ -153,7 +153,7 @@ def test_what_was_contributed_counts_no_more_once_the_engine_has_failed_for_good
 ) -> None:
     async def main() -> None:
         async with ToySwarm(tmp_path, policies) as swarm:
-            ann, ben, cat = await trainers(swarm, "ann", "ben", "cat", train__steps=90)
+            ann, ben, cat = await trainers(swarm, "ann", "ben", "cat", train__steps=50)
             swarm.start()
             async with asyncio.timeout(60):
                 while not all(toy.of(MergeJudged) for toy in (ann, ben, cat)):  # noqa: ASYNC110

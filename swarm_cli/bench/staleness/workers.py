@@ -1,9 +1,9 @@
 """Runs side by side: one process for each core, one thread in each, what is finished is kept at once.
 
 For: `Crew.finish`, which does only what a ledger lacks. A run that fails is told and left out, the rest goes
-on; a second start tries it again. Processes are started afresh and not forked, since torch holds threads;
-they end with this one, however it ends, because their pipe does. What goes through it is JSON. A crew of none
-works in this process.
+on; a second start tries it again. Processes are forked from one that has imported what they need and done
+nothing yet, since torch holds threads once it has computed; they end with this one, however it ends, because
+their pipe does. What goes through it is JSON. A crew of none works in this process.
 """
 
 from __future__ import annotations
@@ -31,6 +31,14 @@ Settings = TypeVar("Settings", bound=msgspec.Struct)
 Result = TypeVar("Result", bound=msgspec.Struct)
 Jobs = Mapping[str, Job[Any, Any]]
 
+_PRELOADED = [
+    "swarm_cli.bench.staleness.lagged",
+    "swarm_cli.bench.staleness.swarm",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.llama.modeling_llama",
+    "reasoning_gym",
+]
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _SAY_EVERY_S = 20.0
 
@@ -126,7 +134,8 @@ class Crew:
                 yield settings, outcome
 
     def _open(self) -> list[tuple[BaseProcess, Connection]]:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOADED)
         with _single_threaded():
             while len(self._hands) < self._size:
                 ours, theirs = context.Pipe()
