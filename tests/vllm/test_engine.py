@@ -140,6 +140,22 @@ def test_logprobs_are_those_of_the_sampled_distribution(
         assert np.abs(theirs - scored).max() < TOLERANCE
 
 
+def test_each_sequence_of_a_batch_is_scored_at_its_own_temperature(
+    engine: VllmEngine, reference: TransformersEngine, policy: Policy
+) -> None:
+    """A charter, and so a peer's group, may have any. vLLM is asked for one value a token only: more than its
+    default of 20 would be refused."""
+    prompt = tuple(policy.encode_prompt(QUESTIONS[0]))
+    tokens = tuple(number % policy.vocab_size for number in range(3, 43))
+    temperatures = (0.7, 1.0, 1.5, 0.01, 10.0, 0.7, 1.0)
+    sequences = [TokenSequence(prompt, tokens, each) for each in temperatures]
+    found = engine.logprobs(sequences)
+    for temperature, theirs, scored in zip(temperatures, reference.logprobs(sequences), found, strict=True):
+        np.testing.assert_allclose(scored, theirs, rtol=1e-5, atol=TOLERANCE / min(temperature, 1.0))
+    assert (found[0] == found[5]).all()
+    assert (found[1] == found[6]).all()
+
+
 def test_top_p_renormalises(engine: VllmEngine, reference: TransformersEngine, policy: Policy) -> None:
     requests = ask(policy, n=8, top_p=0.5, max_new_tokens=4)
     for request, group in zip(requests, engine.generate(requests), strict=True):

@@ -1,9 +1,10 @@
 """What vLLM loads into each of its processes: the entry point `murmuration` of `vllm.general_plugins`.
 
-For: registering our weight-transfer engine, and packing the linear weights of such an engine on a CPU so that
-they can be patched. vLLM's own packing there frees the originals and hides the copies, so that nothing can be
-patched in place; with tied embeddings the packed copy even goes stale. Engines started without our weight
-transfer stay untouched. vLLM loads plugins several times in some processes, so all of it may run twice.
+For: registering our weight-transfer engine, scoring at other temperatures than 1 (`_vllm_scores.py`), and
+packing the linear weights of such an engine on a CPU so that they can be patched. vLLM's own packing there
+frees the originals and hides the copies, so that nothing can be patched in place; with tied embeddings the
+packed copy even goes stale. Engines started without our weight transfer stay untouched. vLLM loads plugins
+several times in some processes, so all of it may run twice.
 """
 
 from __future__ import annotations
@@ -22,11 +23,14 @@ def register() -> None:
     """Called by vLLM before a model is loaded."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+    from node.rollout.engine._vllm_scores import score_at_temperature
+
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(
             BACKEND, "node.rollout.engine._vllm_worker", "PatchTransferEngine"
         )
     _keep_cpu_weights_open()
+    score_at_temperature()
 
 
 def _keep_cpu_weights_open() -> None:

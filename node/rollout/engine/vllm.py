@@ -36,6 +36,7 @@ from node.rollout.engine._vllm_generation import VllmGeneration
 from node.rollout.engine._vllm_life import SCORERS, Life
 from node.rollout.engine._vllm_patch import Mirror, TensorPatch, WeightsDoNotFit
 from node.rollout.engine._vllm_process import EngineDied, VllmProcess, require_vllm, together
+from node.rollout.engine._vllm_scores import TEMPERATURE
 from node.rollout.engine.base import (
     BrokenWeightsError,
     Engine,
@@ -408,7 +409,6 @@ class VllmEngine(Engine):
                 "max_model_len": self.context + 1,
                 "max_num_seqs": settings.max_concurrent + SCORERS,
                 "logprobs_mode": "processed_logprobs",
-                "max_logprobs": -1,
             }
         )
 
@@ -451,12 +451,11 @@ async def _rise(life: Life) -> None:
 async def _score(life: Life, sequence: TokenSequence) -> NDArray[np.float32]:
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-    plain = sequence.temperature == 1.0
     params = SamplingParams(
         temperature=0.0,
         max_tokens=1,
-        # vLLM scores at temperature 1; for another one the whole distribution is needed.
-        prompt_logprobs=0 if plain else -1,
+        prompt_logprobs=0,  # those of the given tokens, never a distribution
+        extra_args={TEMPERATURE: float(sequence.temperature)},
         detokenize=False,
         flat_logprobs=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
@@ -466,14 +465,9 @@ async def _score(life: Life, sequence: TokenSequence) -> NDArray[np.float32]:
         (output,) = [output async for output in life.outputs(tokens, params)]
     flat: Any = output.prompt_logprobs
     first = len(sequence.prompt_ids)
-    if plain:
-        return np.asarray(flat.logprobs[first - 1 :], dtype=np.float32)
-    scored = np.empty(len(sequence.token_ids), dtype=np.float32)
-    for place in range(len(scored)):
-        begin, end = flat.start_indices[first + place], flat.end_indices[first + place]
-        scaled = np.asarray(flat.logprobs[begin:end], dtype=np.float64) / sequence.temperature
-        # The token itself comes first and once more among all.
-        scored[place] = scaled[0] - np.logaddexp.reduce(scaled[1:])
+    scored = np.asarray(flat.logprobs[first - 1 :], dtype=np.float32)
+    if len(scored) != len(sequence.token_ids):
+        raise EngineError(f"vLLM gave {len(scored)} scores for {len(sequence.token_ids)} tokens")
     return scored
 
 
