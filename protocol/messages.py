@@ -170,7 +170,8 @@ class VerificationRules(Record, frozen=True):
     """What a receiver checks beyond signatures and shapes; the same for all members."""
 
     max_logprob_gap: Annotated[float, Meta(gt=0, le=100)] = 4.0
-    """Nats per token between the claimed log-probability and the receiver's own; above it: suspect."""
+    """Nats per token by which a rollout's claimed log-probability may lie above the receiver's own; beyond
+    it: suspect. Below it, chance allows ln 10,000 nats a rollout, whatever the models."""
     max_age_windows: Annotated[int, Meta(ge=1, le=1000)] = 3
     """A group older than this many windows is stale."""
     max_policy_lag: Annotated[int, Meta(ge=1, le=10_000)] = 64

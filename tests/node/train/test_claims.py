@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +23,7 @@ from node.train.objectives import (
 from protocol.errors import ConfigError
 from tests.node.train.test_objective_invariants import OBJECTIVES, on_policy, random_inputs, slope
 
+PAGE = Path(__file__).parents[3] / "docs" / "objectives.md"
 ROWS, TOKENS = 8, 24
 BELIEVING = sorted(name for name, objective in OBJECTIVES.items() if objective.believes_claims)
 DISBELIEVING = sorted(OBJECTIVES.keys() - set(BELIEVING))
@@ -111,6 +115,25 @@ def test_a_claim_within_the_factor_is_believed() -> None:
 )
 def test_a_believing_objective_is_refused(name: str, options: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=f"objective {name}, .* choose one of .*tis, topr"):
+        require_disbelief(open_objective(name, options))
+
+
+def test_the_page_names_what_is_refused_and_what_is_not() -> None:
+    def named(part: str) -> set[str]:
+        text = PAGE.read_text(encoding="utf-8").partition(f"<!-- {part} -->")[2]
+        lines = text.partition(f"<!-- end {part} -->")[0].splitlines()
+        first = (line.split("|")[1] if line.startswith("|") else line for line in lines)
+        return set(re.findall(r"`(\w+)`", "\n".join(first)))
+
+    assert named("refused") == {each.name for each in all_presets() if not each.for_peers}
+    assert named("allowed") == {each.name for each in all_presets() if each.for_peers}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("tis", {"normalise": True}), ("topr", {"cap": 2.1}), ("dppo_kl", {"kl_tau": 0.1})]
+)
+def test_options_that_the_page_names_are_refused(name: str, options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="believes the log-probabilities"):
         require_disbelief(open_objective(name, options))
 
 

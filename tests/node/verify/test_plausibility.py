@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from node.rollout.engine.base import TokenSequence
 from node.verify.base import Item
-from node.verify.plausibility import Plausibility
+from node.verify.plausibility import MAX_BELOW_NATS, Plausibility
 from node.verify.schema import Schema
 from protocol.messages import RolloutGroup, VerificationRules
 from tests.node.verify.world import EOS, SHIFTED, TOKENIZER, World, candidate, rollout
@@ -71,17 +71,17 @@ def check(world: World, policy: HalfPolicy, engine: FlatEngine) -> Plausibility:
 def test_same_tokenizer_compares_token_by_token_at_the_authors_temperature(world, alice):
     engine = FlatEngine(-1.5)
     item = item_of(world, flat_group(world, alice, -2.0))
-    assert check(world, CharacterPolicy(), engine).gap_nats(item) == pytest.approx(0.5)
+    assert check(world, CharacterPolicy(), engine).distance(item) == pytest.approx((0.0, 5 * 0.5))
     (sequences,) = engine.calls  # one batch
     assert len(sequences) == 8
     assert sequences[0] == TokenSequence((1, 2, 3), (49, 49, 49, 49, 0), 0.5)
 
 
-def test_other_tokenizer_divides_both_totals_by_the_local_count(world, alice):
-    """Claimed 5 * -2 = -10, local 3 * -1.5 = -4.5 ("11", "11", end): 5.5 nats over 3 tokens."""
+def test_with_another_tokenizer_totals_are_compared_by_the_local_count(world, alice):
+    """Claimed 5 * -0.2 = -1, local 3 * -1.5 = -4.5 ("11", "11", end): 3.5 nats over 3 tokens."""
     engine = FlatEngine(-1.5)
-    item = item_of(world, flat_group(world, alice, -2.0))
-    assert check(world, HalfPolicy(), engine).gap_nats(item) == pytest.approx(5.5 / 3)
+    item = item_of(world, flat_group(world, alice, -0.2))
+    assert check(world, HalfPolicy(), engine).distance(item) == pytest.approx((3.5 / 3, 0.0))
     assert engine.calls[0][0].token_ids == (7, 7, EOS)
 
 
@@ -90,11 +90,11 @@ def test_other_tokenizer_divides_both_totals_by_the_local_count(world, alice):
     [
         (-1.0, -4.9, ""),
         (-1.0, -5.1, "implausible_logprobs"),  # hides improbable text
-        (-5.1, -1.0, "implausible_logprobs"),  # makes the importance ratio explode
-        (-4.9, -1.0, ""),
+        (-2.9, -1.0, "implausible_logprobs"),  # 9.5 nats below: makes the importance ratio explode
+        (-2.8, -1.0, ""),
     ],
 )
-def test_suspect_beyond_the_charters_gap_on_either_side(world, alice, claimed, local, reason):
+def test_suspect_beyond_the_charters_gap_above_and_beyond_chance_below(world, alice, claimed, local, reason):
     item = item_of(world, flat_group(world, alice, claimed))
     verdict = check(world, CharacterPolicy(), FlatEngine(local)).check(item)
     assert verdict.reason == reason
@@ -110,7 +110,7 @@ def test_what_the_local_engine_cannot_take_is_left_out(world, alice, token_ids, 
             return token_ids
 
     engine = FlatEngine(-1.0, context)
-    assert check(world, Awkward(), engine).gap_nats(item_of(world, flat_group(world, alice, -9.0))) == 0.0
+    assert check(world, Awkward(), engine).distance(item_of(world, flat_group(world, alice, -9.0))) == (0, 0)
     assert engine.calls == []
 
 
@@ -121,5 +121,24 @@ def test_one_lie_is_not_hidden_behind_small_ones_of_the_other_sign(world, alice)
     rollouts = tuple(rollout(tokens, [claim] * 5, reward=0.0) for claim in claims)
     item = item_of(world, replace(world.group(alice), rollouts=rollouts))
     plausibility = check(world, CharacterPolicy(), FlatEngine(-2.5))
-    assert plausibility.gap_nats(item) == pytest.approx(14.0)
+    assert plausibility.distance(item) == pytest.approx((2.0, 5 * 14.0))
     assert plausibility.check(item).reason == "implausible_logprobs"
+
+
+def test_an_honest_author_of_any_model_is_hardly_ever_below():
+    """It sampled from what it claims: whatever the two models are, the local value is K nats higher with a
+    chance of at most exp(-K)."""
+    rng = np.random.default_rng(0)
+    count, length, words = 4_000, 6, 50
+    worst = 0.0
+    for sharpness in (0.5, 2.0, 6.0):  # of unlike models, from nearly flat to nearly sure
+        theirs, ours = rng.standard_normal((2, length, words)) * sharpness
+        theirs -= np.logaddexp.reduce(theirs, axis=1, keepdims=True)
+        ours -= np.logaddexp.reduce(ours, axis=1, keepdims=True)
+        drawn = (theirs[None] + rng.gumbel(size=(count, length, words))).argmax(-1)
+        places = np.arange(length)
+        below = (ours[places, drawn] - theirs[places, drawn]).sum(-1)
+        for nats in (2.0, 4.0):
+            assert (below > nats).mean() <= np.exp(-nats) * 1.1
+        worst = max(worst, float((below > MAX_BELOW_NATS).mean()))
+    assert worst <= 1e-4
