@@ -18,7 +18,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Two workers; tests with real sockets are all on one of them (tests/conftest.py).
 WORKERS := -n 2 --dist loadgroup
 
-.PHONY: demo test quick vllm test-vllm test-gpu lint lock clean
+.PHONY: demo test quick vllm test-vllm soak test-gpu lint lock clean
 
 demo: $(STAMP)
 	$(BIN)/swarm demo
@@ -35,6 +35,10 @@ vllm: $(VLLM)
 # vLLM is started for real. What it leaves to the garbage collector is not our test.
 test-vllm: $(VLLM)
 	$(BIN)/python -m pytest tests/vllm -W ignore::ResourceWarning -W ignore::pytest.PytestUnraisableExceptionWarning
+
+# Six real nodes for two minutes: kills, a full disk, a wrong clock. `swarm bench soak` does it for thirty.
+soak: $(STAMP)
+	$(BIN)/swarm bench soak --minutes 2 --json
 
 # On a machine with CUDA, in an environment with '.[node,vllm,dev]'.
 test-gpu:

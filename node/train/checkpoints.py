@@ -1,5 +1,6 @@
 """When a trainer is saved: a checkpoint of each version once, older ones removed; and what a kill must not
-take (`recent.py`) after every step, or as often as that costs RECENT_SHARE of the time.
+take (`recent.py`) after every step; of a policy whose state is large (EACH_STEP_BYTES), as often as that
+costs RECENT_SHARE of the time.
 
 Not for what a checkpoint holds (`checkpoint.py`).
 """
@@ -20,6 +21,8 @@ from protocol.errors import OurFault
 
 __all__ = ["Checkpoints"]
 
+EACH_STEP_BYTES = 64 * 2**20
+"""State that is written in milliseconds, however short the steps are."""
 RECENT_SHARE = 0.1
 KEPT = 2
 """Newest checkpoints that are kept; older ones are removed."""
@@ -36,7 +39,9 @@ class Checkpoints:
         kept = checkpoints_of(self._folder, trainer.policy.base_model)
         self.saved_version = read_state(kept[0]).policy_version if kept else 0
         """Version of the newest checkpoint; 0 before the first."""
-        self._recent = run_dir.recent if state_bytes(trainer) <= MAX_BYTES else None
+        size = state_bytes(trainer)
+        self._recent = run_dir.recent if size <= MAX_BYTES else None
+        self._recent_share = 1.0 if size <= EACH_STEP_BYTES else RECENT_SHARE
         self._next_recent_s = -math.inf
         self._told_recent = False
         self._not_saved = ""
@@ -80,7 +85,7 @@ class Checkpoints:
                 self._runtime.notice(NoticeLevel.WARNING, text)
             self._told_recent = True
         took_s = self._runtime.monotonic_s() - began_s
-        self._next_recent_s = began_s + took_s / RECENT_SHARE
+        self._next_recent_s = began_s + took_s / self._recent_share
 
     def _write(self) -> None:
         trainer = self._trainer

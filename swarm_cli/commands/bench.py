@@ -262,10 +262,7 @@ def objectives(
 
 @app.command()
 def soak(
-    minutes: Annotated[
-        float | None, typer.Option(help="How long, once all nodes train.", min=1.0, show_default="30")
-    ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Three nodes for two minutes.")] = False,
+    minutes: Annotated[float, typer.Option(help="How long, once all nodes train.", min=1.0)] = 30.0,
     json: JsonOption = False,
 ) -> None:
     """Real nodes through kills, a full disk and a wrong clock: what is lost, and what of them grows.
@@ -274,16 +271,11 @@ def soak(
     2 wrong input.
     """
     require_checkout("bench soak", "swarm_cli.bench.soak")
-    import dataclasses
-
-    from swarm_cli.bench.soak.bench import FULL, QUICK, bench_soak
+    from swarm_cli.bench.soak.bench import bench_soak
     from swarm_cli.demo.processes import signals_interrupt
 
-    size = QUICK if quick else FULL
-    if minutes is not None:
-        size = dataclasses.replace(size, seconds=60.0 * minutes)
     with signals_interrupt():
-        report = bench_soak(size, err.print)
+        report = bench_soak(60.0 * minutes, err.print)
     _print(report, json)
     if not report["passed"]:
         raise typer.Exit(1)

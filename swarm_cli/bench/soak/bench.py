@@ -29,8 +29,10 @@ from swarm_cli.bench.soak.record import NodeRecord, Slope, slope
 from swarm_cli.demo.plan import DemoOptions, PlannedNode, make_plan
 from swarm_cli.demo.processes import DemoError, EventTail, last_words, start_node, stop
 
-__all__ = ["FULL", "QUICK", "SoakSize", "bench_soak"]
+__all__ = ["bench_soak"]
 
+TRAINERS, FOLLOWERS = 4, 2
+KILL_EVERY_S = 20.0
 START_S = 300.0
 """For all nodes to load torch on a busy machine."""
 WRONG_CLOCK_S = 12.0
@@ -55,20 +57,6 @@ LOST_STEPS = 1
 LOST_TRUST = 0.05
 
 
-@dataclass(frozen=True, slots=True)
-class SoakSize:
-    """How much of it."""
-
-    trainers: int
-    followers: int
-    seconds: float
-    kill_every_s: float = 20.0
-
-
-FULL = SoakSize(trainers=4, followers=2, seconds=1800.0)
-QUICK = SoakSize(trainers=2, followers=1, seconds=120.0)
-
-
 @dataclass(slots=True)
 class _Member:
     node: PlannedNode
@@ -81,14 +69,14 @@ class _Member:
         return self.node.config.name
 
 
-def bench_soak(size: SoakSize, say: Say) -> dict[str, Any]:
-    """Run it, and report. Raises DemoError when a node ends by itself."""
+def bench_soak(seconds: float, say: Say) -> dict[str, Any]:
+    """Run it for so long, and report. Raises DemoError when a node ends by itself."""
     with tempfile.TemporaryDirectory(prefix="swarm-soak-") as folder, contextlib.ExitStack() as stack:
         root = Path(folder)
         small_disk = stack.enter_context(_small_disk(root / "wren"))
-        options = DemoOptions(nodes=size.trainers, followers=size.followers, steps=ENDLESS)
+        options = DemoOptions(nodes=TRAINERS, followers=FOLLOWERS, steps=ENDLESS)
         plan = make_plan(options, root, SETTINGS)
-        soak = _Soak(plan.nodes, size, small_disk, say)
+        soak = _Soak(plan.nodes, seconds, small_disk, say)
         stack.callback(soak.stop)
         soak.run()
         return envelope("soak", soak.report())
@@ -108,8 +96,8 @@ def _small_disk(folder: Path) -> Iterator[bool]:
 
 
 class _Soak:
-    def __init__(self, nodes: Sequence[PlannedNode], size: SoakSize, small_disk: bool, say: Say) -> None:
-        self._size = size
+    def __init__(self, nodes: Sequence[PlannedNode], seconds: float, small_disk: bool, say: Say) -> None:
+        self._seconds = seconds
         self._small_disk = small_disk
         self._say = say
         self._kills = 0
@@ -131,7 +119,7 @@ class _Soak:
         began_s = time.monotonic()
         timetable = self._timetable()
         said_s = began_s
-        while (elapsed_s := time.monotonic() - began_s) < self._size.seconds:
+        while (elapsed_s := time.monotonic() - began_s) < self._seconds:
             while timetable and timetable[0][0] <= elapsed_s:
                 timetable.pop(0)[1]()
             self._poll()
@@ -155,10 +143,10 @@ class _Soak:
         for record in records:
             for name, took_s in record.recovered_s.items():
                 recovered[name] = max(took_s, recovered.get(name, 0.0))
-        growth = GROWTH | (MEMORY_GROWTH if self._size.seconds >= WARM_S else {})
+        growth = GROWTH | (MEMORY_GROWTH if self._seconds >= WARM_S else {})
         figures: dict[str, Any] = {
             "nodes": len(self._members),
-            "seconds": self._size.seconds,
+            "seconds": self._seconds,
             "versions": self._versions(),
             "kills": self._kills,
             "lost_steps_max": max(each.lost_steps for each in records),
@@ -187,17 +175,17 @@ class _Soak:
 
     def _timetable(self) -> list[tuple[float, Callable[[], None]]]:
         """What happens when, in seconds, in order."""
-        size, rng = self._size, random.Random(1)
+        seconds, rng = self._seconds, random.Random(1)
         acts: list[tuple[float, Callable[[], None]]] = []
-        for number in range(1, int(size.seconds / size.kill_every_s)):
+        for number in range(1, int(seconds / KILL_EVERY_S)):
             victim = self._mortal[number % len(self._mortal)]
-            acts.append((number * size.kill_every_s + rng.uniform(0, 3), _bound(self._kill, victim)))
-        wrong, full = self._steady[-2 if len(self._steady) > 2 else 0], self._steady[0]
-        acts.append((0.25 * size.seconds, _bound(self._set_clock, wrong)))
-        acts.append((0.25 * size.seconds + WRONG_CLOCK_S, _bound(self._mend_clock, wrong)))
+            acts.append((number * KILL_EVERY_S + rng.uniform(0, 3), _bound(self._kill, victim)))
+        wrong, full = self._steady[1], self._steady[0]
+        acts.append((0.25 * seconds, _bound(self._set_clock, wrong)))
+        acts.append((0.25 * seconds + WRONG_CLOCK_S, _bound(self._mend_clock, wrong)))
         if self._small_disk:
-            acts.append((0.5 * size.seconds, _bound(self._fill, full)))
-            acts.append((0.5 * size.seconds + FULL_DISK_S, _bound(self._empty, full)))
+            acts.append((0.5 * seconds, _bound(self._fill, full)))
+            acts.append((0.5 * seconds + FULL_DISK_S, _bound(self._empty, full)))
         return sorted(acts, key=lambda act: act[0])
 
     def _kill(self, member: _Member) -> None:
