@@ -11,6 +11,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -111,7 +112,7 @@ class ToyScorer:
         return ScoredGroup(tuple(Score(reward, ()) for reward in rewards))
 
 
-@dataclass
+@dataclass(frozen=True)
 class ToyPolicy:
     """Logits after a prefix: a part all policies share, a part of its own times `own`, all times `sharpness`.
     The right next character gets `skill` more."""
@@ -121,6 +122,7 @@ class ToyPolicy:
     sharpness: float = 1.0
     skill: float = 3.0
 
+    @lru_cache(maxsize=100_000)  # noqa: B019  (few policies, and each is used until the end)
     def logprobs(self, index: int, prefix: tuple[int, ...], temperature: float = 1.0) -> dict[int, float]:
         tokens = [*ALPHABET, EOS]
         shared = random.Random(f"{index} {prefix}")
