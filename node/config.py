@@ -341,7 +341,8 @@ class SuperviseConfig(Section):
     grad_norm: float = Field(10.0, ge=0)
     """Bad is a gradient norm of more than this times the usual one; 0: no limit."""
     in_a_row: int = Field(3, ge=1)
-    """After so many bad updates in a row, or bad probes, the run ends."""
+    """After so many bad updates in a row, or bad probes, the run ends; after so many large gradient norms
+    they are the usual ones."""
     probe_every: int = Field(0, ge=0)
     """Steps between probes on held-out prompts, for a decline that no single step shows; 0: none."""
     probe_prompts: int = Field(64, ge=16)

@@ -11,6 +11,11 @@ kl_step stayed below 0.25, the norm below 5 times its median and, at lag 1, ess 
 hundred times the rate gave 1.7 to 2.6 nats. Data of a large lag has a small ess by nature: lower that limit
 for it. Single updates are what this finds. A learning rate that is too high everywhere ruins a policy by
 steps within every limit, and a decline of which no single probe is sure passes.
+
+A norm is measured before its step, at weights that are good. So norms that stay large in a row, each of
+another batch at the same weights, are no sign of bad weights but usual there: what is usual is learnt anew,
+and the run goes on. (A policy that has learnt its tasks has batches almost without a gradient, and then one
+with: of six nodes with one own group a step, one was ended so within 700 steps.)
 """
 
 from __future__ import annotations
@@ -111,7 +116,11 @@ class Watch:
         alarm = self._kl_step(signs) or self._ess(signs) or self._grad_norm(signs)
         if alarm is not None:
             self._bad_steps += 1
-            return Alarm(*alarm, in_a_row=self._bad_steps)
+            found = Alarm(*alarm, in_a_row=self._bad_steps)
+            if found.sign is Sign.GRAD_NORM and self._bad_steps >= self.limits.in_a_row:
+                self._norms.clear()
+                self._bad_steps = 0
+            return found
         self._bad_steps = 0
         if signs.grad_norm > 0:  # steps without any signal say nothing of what is usual
             self._norms.append(signs.grad_norm)
@@ -136,8 +145,8 @@ class Watch:
         return None
 
     def ends_run(self, alarm: Alarm) -> bool:
-        """Whether it is one too many in a row."""
-        return alarm.in_a_row >= self.limits.in_a_row
+        """Whether it is one too many in a row, and says something of the weights."""
+        return alarm.sign is not Sign.GRAD_NORM and alarm.in_a_row >= self.limits.in_a_row
 
     def _kl_step(self, signs: StepSigns) -> tuple[Sign, float, float, str] | None:
         value, limit = signs.kl_step, self.limits.kl_step

@@ -77,6 +77,7 @@ def test_bad_norms_and_zeros_do_not_become_usual() -> None:
         assert watch.step(signs(grad_norm=norm)) is None
     for _ in range(8):
         assert alarm(watch.step(signs(grad_norm=11.0))).limit == 10.0
+        assert watch.step(signs(grad_norm=0.0)) is None
 
 
 def test_old_norms_are_forgotten() -> None:
@@ -94,6 +95,17 @@ def test_the_third_in_a_row_ends_the_run_and_a_good_step_starts_anew() -> None:
     assert watch.step(GOOD) is None
     ends += [watch.ends_run(alarm(watch.step(bad))) for _ in range(3)]
     assert ends == [False, False, False, False, True]
+
+
+def test_norms_that_stay_large_at_the_same_weights_are_usual_there_and_end_nothing() -> None:
+    watch = Watch(LIMITS)
+    for _ in range(3):
+        assert watch.step(GOOD) is None
+    large = [watch.step(signs(grad_norm=27.0)) for _ in range(3)]
+    assert [alarm(each).in_a_row for each in large] == [1, 2, 3]
+    assert not any(watch.ends_run(alarm(each)) for each in large)
+    assert [watch.step(signs(grad_norm=norm)) for norm in (27.0, 30.0, 25.0, 200.0)] == [None] * 4
+    assert alarm(watch.step(signs(grad_norm=300.0))).limit == 285.0  # of 25, 27, 30, 200: 28.5
 
 
 def test_a_probe_that_is_surely_worse_is_bad() -> None:
