@@ -1,8 +1,10 @@
-"""A write that must happen before the node goes on: tried until the disk takes it, never the end of the node.
+"""Writes that the disk does not take: none ends the node, each is told once, and tried until it works.
 
-A full disk, a read-only one, and want of descriptors or rights all come as OSError, and all may pass. Until
-then whoever needs the write waits by name, and the operator is told once, with what to do, and once when it
-is over. Not for writes that may be left out (metrics, checkpoints, trust): those are told and tried later.
+A full disk, a read-only one, and want of descriptors or rights all come as OSError, and all may pass. There
+are two kinds of writes. `durable` is for one that must happen before the node goes on (windows begun,
+sequence numbers): whoever needs it waits by name. `LeftOut` is for one that may be left out and comes again
+by itself (trust, checkpoints, versions for followers, the annex): the node goes on meanwhile. Not for what is
+written (`node/state`), nor for events (`node/telemetry.py` counts lines that are lost).
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from node.events import NoticeLevel
 from node.runtime import Runtime
 from node.supervise import StageGauge
 
-__all__ = ["durable"]
+__all__ = ["LeftOut", "durable"]
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0
 
@@ -42,3 +44,27 @@ async def durable(runtime: Runtime, what: str, write: Callable[[], T], gauge: St
                 result = write()
                 runtime.notice(NoticeLevel.INFO, f"{what}: written now")
                 return result
+
+
+class LeftOut:
+    """One kind of write that may be left out: told when it begins to fail, and when it works again."""
+
+    def __init__(self, runtime: Runtime, what: str) -> None:
+        """`what` is written, in a word or two."""
+        self._runtime = runtime
+        self._what = what
+        self._failing = False
+
+    def failed(self, text: str) -> None:
+        """It was left out just now; `text` says what and why, with the path."""
+        if not self._failing:
+            self._runtime.notice(
+                NoticeLevel.WARNING, f"{text}; make room, or let this user write there; tried again meanwhile"
+            )
+        self._failing = True
+
+    def worked(self) -> None:
+        """It was written just now."""
+        if self._failing:
+            self._runtime.notice(NoticeLevel.INFO, f"{self._what}: written again")
+        self._failing = False

@@ -22,7 +22,8 @@ from pathlib import Path
 from cachetools import FIFOCache
 
 from node.compute import Lane
-from node.events import NoticeLevel, PeerStatus, inert
+from node.durable import LeftOut
+from node.events import PeerStatus, inert
 from node.membership import Membership
 from node.peers.links import Links
 from node.peers.trust import (
@@ -89,7 +90,7 @@ class PeerBook:
         self._standings = {standing.peer: standing for standing in standings}
         self._refusals = refusals if refusals is not None else Refusals()
         self._unsaved = False
-        self._told_unsaved = False
+        self._saving = LeftOut(runtime, "trust")
 
     # --- what happened ------------------------------------------------------------------------------------
 
@@ -199,12 +200,9 @@ class PeerBook:
             )
         except OSError as error:
             self._unsaved = True
-            if not self._told_unsaved:
-                text = f"trust cannot be saved: {error}; make room on the disk"
-                self._runtime.notice(NoticeLevel.WARNING, text)
-            self._told_unsaved = True
+            self._saving.failed(f"trust cannot be saved: {error}")
         else:
-            self._told_unsaved = False
+            self._saving.worked()
 
     def refusals(self) -> dict[str, int]:
         """What was refused below verification so far, by reason."""

@@ -19,7 +19,7 @@ from statistics import median_high, median_low
 from cachetools import FIFOCache
 
 from node.clock import Clock
-from node.durable import durable
+from node.durable import LeftOut, durable
 from node.events import NoticeLevel, inert
 from node.membership import Membership
 from node.peers.backoff import Backoff
@@ -176,6 +176,7 @@ class Presence:
         self._skews_ms: FIFOCache[PeerId, int] = FIFOCache(KNOWN_PEERS)
         self._skew_told = False
         self._told = FirstTimes(REFUSALS_TOLD)
+        self._annex = LeftOut(runtime, "the annex")
         self._sought: FIFOCache[PeerId, None] = FIFOCache(SOUGHT_PEERS)
         """Peers that were heard and are not connected, the one looked up last at the end."""
         self._searches = Backoff[PeerId](SEEK_BACKOFF_S, MAX_SEEK_BACKOFF_S, max_keys=SOUGHT_PEERS)
@@ -411,6 +412,10 @@ class Presence:
         except RemoteProtocolError as error:
             self._peers.refused(peer_id, error.reason)
             self._tell(peer_id, f"the annex of {peer_id} is refused: {error}")
+        except OSError as error:  # it holds all the same, and is asked for again after a restart
+            self._annex.failed(f"the annex cannot be kept: {error}")
+        else:
+            self._annex.worked()
 
     def _tell(self, peer_id: PeerId, text: str) -> None:
         """Warn once about a peer that we do not get along with, and about a few only."""

@@ -198,6 +198,8 @@ class ReplayStore:
         self._cache = cache
         self._journal_records = journal_records
         self._written = 0
+        self._fold_at = journal_records
+        """Records in the journal at which it is folded next."""
         self.damaged = False
         """Whether old state had to be distrusted at the start."""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -217,10 +219,14 @@ class ReplayStore:
                 errno.ENOSPC, f"{self._journal_path} took {written} of {_JOURNAL_RECORD.size} bytes"
             )
         self._written += 1
-        if self._written >= self._journal_records:
+        if self._written >= self._fold_at:
             full = self._journal
-            self._journal = self._fold()  # when the disk refuses, the old one goes on
-            full.close()
+            try:
+                self._journal = self._fold()
+            except OSError:  # this one is admitted, and the old journal goes on
+                self._fold_at = self._written + self._journal_records // 16 + 1
+            else:
+                full.close()
 
     def close(self) -> None:
         """Fold the journal and release it. Idempotent. Where the disk refuses, the journal stays for the next
@@ -238,6 +244,7 @@ class ReplayStore:
             self._journal_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600
         )
         self._written = 0
+        self._fold_at = self._journal_records
         return open(descriptor, "ab", buffering=0)
 
     def _restore(self, now_ms: int) -> None:

@@ -11,6 +11,7 @@ import math
 
 from node.compute import Lane
 from node.config import NodeConfig
+from node.durable import LeftOut
 from node.events import NoticeLevel
 from node.runtime import Runtime
 from node.state.paths import Home
@@ -43,7 +44,8 @@ class Checkpoints:
         self._recent = run_dir.recent if size <= MAX_BYTES else None
         self._recent_share = 1.0 if size <= EACH_STEP_BYTES else RECENT_SHARE
         self._next_recent_s = -math.inf
-        self._told_recent = False
+        self._saving = LeftOut(runtime, "checkpoints")
+        self._keeping = LeftOut(runtime, "the last step")
         self._not_saved = ""
 
     async def start(self) -> None:
@@ -60,8 +62,9 @@ class Checkpoints:
             await self._runtime.run(Lane.TRAIN, self._write)
         except OSError as error:
             self._not_saved = f"version {self._trainer.policy_version} was not saved: {error}"
-            text = f"{self._not_saved}; make room on the disk"
-            self._runtime.notice(NoticeLevel.WARNING, text)
+            self._saving.failed(self._not_saved)
+        else:
+            self._saving.worked()
 
     async def save_last(self) -> None:
         """As `save`, when the run ends. Raises OurFault where that was not possible: the command says so."""
@@ -78,12 +81,10 @@ class Checkpoints:
             return
         try:
             await self._runtime.run(Lane.DISK, save_recent, self._trainer, self._recent)
-            self._told_recent = False
         except OSError as error:
-            if not self._told_recent:
-                text = f"a kill would now cost more than a step: {error}; make room on the disk"
-                self._runtime.notice(NoticeLevel.WARNING, text)
-            self._told_recent = True
+            self._keeping.failed(f"a kill would now cost more than a step: {error}")
+        else:
+            self._keeping.worked()
         took_s = self._runtime.monotonic_s() - began_s
         self._next_recent_s = began_s + took_s / self._recent_share
 

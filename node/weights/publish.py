@@ -24,6 +24,7 @@ from pathlib import Path
 from torch import Tensor
 
 from node.compute import Lane
+from node.durable import LeftOut
 from node.events import NoticeLevel, VersionPublished, WeightsSeen
 from node.membership import Membership
 from node.rollout.engine.base import Engine
@@ -102,6 +103,7 @@ class VersionPublisher:
         self._committing: asyncio.Task[None] | None = None
         self._next_try = 0
         """No anchor before this version."""
+        self._publishing = LeftOut(runtime, "versions for followers")
         sharing.network.presence.lineage = lineage
 
     @property
@@ -246,9 +248,9 @@ class VersionPublisher:
             with self.sharing.gauge.working():
                 link = await self.publish(due.policy_version, state, anchor=anchor or due.anchor)
         except (OSError, OurFault, LocalProtocolError) as error:
-            text = f"version {due.policy_version} was not published: {error}"
-            self._runtime.notice(NoticeLevel.WARNING, text)
+            self._publishing.failed(f"version {due.policy_version} was not published: {error}")
             return True
+        self._publishing.worked()
         arrays = {id(array): array for array in (await self._base.get()).bits.values()}
         self._runtime.emit(
             VersionPublished(

@@ -637,9 +637,10 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_run(
             await toy.task
             assert [step.policy_version for step in toy.of(StepDone)] == [1, 2, 3, 4, 5, 6]
             notices = toy.of(Notice)
-            assert [notice.level for notice in notices] == ["warning", "warning"]
+            assert [notice.level for notice in notices] == ["warning", "info"]  # once, and when it is over
             assert notices[0].text.startswith("version 2 was not saved: cannot write")
-            assert "No space left on device" in notices[1].text
+            assert "No space left on device" in notices[0].text
+            assert notices[1].text == "checkpoints: written again"
             folder = tmp_path / "alice" / "runs" / "latest" / "checkpoints"
             assert [path.name for path in folder.iterdir()] == ["v6"]
 

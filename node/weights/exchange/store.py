@@ -219,16 +219,19 @@ class WeightsStore:
 
     def open(self, blob: ChunkedBlob, hashes: bytes) -> StoredBlob:
         """A blob to be filled, with what an earlier attempt left. Raises DecodeError for hashes of another
-        blob, LimitError (blob_size) above `max_bytes`, OurFault when pinned blobs leave no room."""
+        blob, LimitError (blob_size) above `max_bytes`, OurFault when pinned blobs leave no room, or the disk
+        does not take it."""
         check_hashes(blob, hashes)
-        stored = self._blobs.get(blob.root)
-        if stored is None:
-            stored = self._leftovers.pop(blob.root, None)
-            if stored is not None:
-                stored.rescan()
-            else:
+        stored = self._blobs.get(blob.root) or self._leftovers.get(blob.root)
+        try:
+            if stored is None:
                 stored = self._create(blob, hashes)
-            self._blobs[blob.root] = stored
+            elif blob.root in self._leftovers:
+                stored.rescan()
+                del self._leftovers[blob.root]
+        except OSError as error:  # never the fault of the peer that it comes from
+            raise OurFault(f"{error}; make room in {self._folder}, or let this user write there") from None
+        self._blobs[blob.root] = stored
         return stored
 
     def require_small(self, blob: ChunkedBlob) -> None:

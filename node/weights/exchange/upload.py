@@ -13,6 +13,7 @@ that slow downloaders do not hold up others. A blob that this node made is shown
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
@@ -41,10 +42,19 @@ from protocol.chunks import (
     max_frame_bytes,
 )
 from protocol.codec import decode, encode
-from protocol.errors import DeadlineError, DecodeError, LimitError, RemoteProtocolError
+from protocol.errors import (
+    DeadlineError,
+    DecodeError,
+    LimitError,
+    OurFault,
+    RemoteProtocolError,
+    TransportError,
+)
 from protocol.messages import ChunksReply, ChunksRequest, Digest, PeerId
 
 __all__ = ["SESSION_S", "Uploads"]
+
+log = logging.getLogger(__name__)
 
 SESSION_S = 3600.0
 """A session ends after so long and is opened again by the downloader."""
@@ -264,6 +274,10 @@ class Uploads:
         except DeadlineError:
             self._failed(stream.peer_id, "deadline")
             raise
+        except TransportError:
+            raise
+        except OurFault as error:  # the disk does not give it: this receiver gets it elsewhere, or later
+            log.debug("a blob is not passed on: %s", error)
 
     async def _serve(self, stream: Stream) -> None:
         request = decode(await stream.receive(max_bytes=256), ChunksRequest, max_bytes=256)

@@ -346,6 +346,24 @@ def test_a_newer_annex_goes_from_neighbour_to_neighbour() -> None:
     town(test)
 
 
+def test_an_annex_that_the_disk_does_not_take_ends_nothing() -> None:
+    async def test(town: Town) -> None:
+        def full(_: Annex) -> bool:
+            raise OSError(28, "No space left on device", "/home/annex.bin")
+
+        town.admit(ALICE)
+        founder = await town.settle(FOUNDER, charter=CLOSED)
+        alice = await town.settle(ALICE, FOUNDER.peer_id, charter=CLOSED)
+        alice.membership.renew = full  # type: ignore[method-assign]
+        town.publish(founder)
+        await asyncio.sleep(60)
+        ((level, text),) = alice.notices
+        assert level == "warning"
+        assert text.startswith("the annex cannot be kept: [Errno 28] No space left on device: '/home/annex")
+
+    town(test)
+
+
 def test_an_annex_by_a_stranger_or_with_another_content_is_refused() -> None:
     async def test(town: Town) -> None:
         town.admit(ALICE)
