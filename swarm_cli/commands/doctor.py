@@ -85,6 +85,7 @@ def doctor(
         "home": lambda: check_home(place, shutil.disk_usage(_existing(place.root)).free),
         "key": lambda: check_key(place.key),
         "charter": lambda: check_charter(resolved),
+        "windows": lambda: check_windows(place, int(time.time() * 1000)),
         "tasks": lambda: check_tasks(resolved),
         "listen": lambda: check_listen(resolved.network.listen),
         "engine": lambda: check_engine(resolved),
@@ -204,6 +205,31 @@ def check_charter(config: NodeConfig) -> Finding:
     except SwarmError as error:
         return Finding("charter", False, str(error), "ask for the charter again: swarm join ADDRESS")
     return Finding("charter", True, f"{charter.name} ({path})")
+
+
+def check_windows(home: Home, now_ms: int) -> Finding:
+    """No window is stored as begun that is still to come; else this clock is wrong, or was."""
+    from node.state.windows import WindowStore
+    from protocol.charter import decode_charter
+    from protocol.prompts import window_of
+
+    path = home.state / "window"
+    begun = WindowStore(path).newest()
+    if begun < 0 or not home.charter.exists():
+        return Finding("windows", True, "none is begun yet")
+    charter = decode_charter(home.charter.read_bytes())
+    now = window_of(charter, now_ms)
+    if begun <= now:
+        return Finding("windows", True, f"begun up to {begun}, now it is {now}")
+    ahead_s = (begun - now) * charter.window_ms // 1000
+    return Finding(
+        "windows",
+        False,
+        f"{path} says that window {begun} is begun, and by this clock it is {now}: the clock is {ahead_s} s "
+        "behind, or it was so far ahead once",
+        "set the clock if it is wrong; else leave the file: those windows stay unanswered when they come, so "
+        "that no slot is answered twice",
+    )
 
 
 def check_tasks(config: NodeConfig) -> Finding:

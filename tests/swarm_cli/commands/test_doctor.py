@@ -12,8 +12,11 @@ from node.config import load_config
 from node.state.keys import create_key
 from node.state.lock import hold
 from node.state.paths import Home
+from node.state.windows import WindowStore
+from protocol.charter import charter_bytes
 from swarm_cli.commands import doctor
 from swarm_cli.commands.doctor import Finding
+from tests.node.verify.world import World
 from tests.swarm_cli.conftest import Swarm
 
 PLENTY = 2**40
@@ -71,6 +74,21 @@ def test_a_charter_is_read_as_a_node_would(home: Home) -> None:
     finding = doctor.check_charter(config)
     assert not finding.ok
     assert "these bytes are no charter" in finding.detail
+
+
+def test_a_window_that_was_begun_ahead_of_the_clock_is_named(home: Home) -> None:
+    charter = World().charter
+    home.create().charter.write_bytes(charter_bytes(charter))
+    now_ms = charter.created_at + 10 * charter.window_ms
+    assert doctor.check_windows(home, now_ms).ok
+    store = WindowStore(home.state / "window")
+    store.begin(10)
+    assert doctor.check_windows(home, now_ms).detail == "begun up to 10, now it is 10"
+    store.begin(12)
+    finding = doctor.check_windows(home, now_ms)
+    assert not finding.ok
+    assert "window 12 is begun, and by this clock it is 10" in finding.detail
+    assert f"{2 * charter.window_ms // 1000} s behind" in finding.detail
 
 
 def test_a_port_in_use_is_found() -> None:
