@@ -13,10 +13,10 @@ from node.state.keys import create_key
 from node.state.lock import hold
 from node.state.paths import Home
 from node.state.windows import WindowStore
-from protocol.charter import charter_bytes
+from protocol.charter import charter_bytes, found
+from protocol.identity import Identity
 from swarm_cli.commands import doctor
 from swarm_cli.commands.doctor import Finding
-from tests.node.verify.world import World
 from tests.swarm_cli.conftest import Swarm
 
 PLENTY = 2**40
@@ -77,7 +77,12 @@ def test_a_charter_is_read_as_a_node_would(home: Home) -> None:
 
 
 def test_a_window_that_was_begun_ahead_of_the_clock_is_named(home: Home) -> None:
-    charter = World().charter
+    rules = {
+        "name": "test",
+        "environments": [{"name": "chain_sum"}],
+        "tokenizers": [{"name": "letters", "digest": "a" * 64, "vocab_size": 10, "end_token_ids": [1]}],
+    }
+    charter = found(Identity.from_seed(b"f" * 32), rules, created_at=1)
     home.create().charter.write_bytes(charter_bytes(charter))
     now_ms = charter.created_at + 10 * charter.window_ms
     assert doctor.check_windows(home, now_ms).ok
@@ -189,7 +194,7 @@ def test_one_failure_makes_the_exit_code(swarm: Swarm, monkeypatch: pytest.Monke
     monkeypatch.setattr(doctor, "check_sandbox", lambda: Finding("sandbox", True, "strong"))
     ended = swarm("doctor")
     assert ended.code == 0
-    assert ended.out.count("ok  ") == 14
+    assert ended.out.count("ok  ") == 15
     monkeypatch.setattr(doctor, "check_sandbox", lambda: Finding("sandbox", False, "weak", "allow seccomp"))
     ended = swarm("doctor")
     assert ended.code == 1
