@@ -1,4 +1,4 @@
-"""Names on the network: gossip topics, stream protocols and DHT keys, all with the protocol version in them.
+"""Names on the network: topics of envelopes, stream protocols, DHT keys, all with the protocol's version.
 
 Two protocol versions therefore never read each other's bytes; they meet in the handshake only, which tells
 them so. Keys have one owner each, `murmuration/2/<kind>/<swarm id>/<peer id>`, and `parse_key` is the only
@@ -16,6 +16,7 @@ from protocol.identity import public_key
 from protocol.messages import Digest, PeerId, Record
 
 __all__ = [
+    "ANNOUNCE_PROTOCOL",
     "BLOB_PROTOCOL",
     "CHAIN_PROTOCOL",
     "CHARTER_PROTOCOL",
@@ -32,6 +33,8 @@ __all__ = [
 ]
 
 _NAME = DOMAIN.decode("ascii")
+ANNOUNCE_PROTOCOL = f"/{_NAME}/{PROTOCOL_VERSION}/announce"
+"""Gossip: envelopes with an Announcement, each once, to a few neighbours."""
 BLOB_PROTOCOL = f"/{_NAME}/{PROTOCOL_VERSION}/blob"
 """Content-addressed bodies: BlobRequest, BlobReply, frames."""
 CHAIN_PROTOCOL = f"/{_NAME}/{PROTOCOL_VERSION}/chain"
@@ -46,7 +49,7 @@ that two versions can tell each other."""
 MERGE_PROTOCOL = f"/{_NAME}/{PROTOCOL_VERSION}/merge"
 """Contributions to a merge: MergeRequest, MergeReply, SignedLinks, SignedRemovals."""
 RECONCILE_PROTOCOL = f"/{_NAME}/{PROTOCOL_VERSION}/reconcile"
-"""Repair of lossy gossip: ReconcileRequest, ReconcileReply, envelopes."""
+"""Repair of gossip, which is lossy: ReconcileRequest, ReconcileReply, envelopes."""
 ROLLOUT_PROTOCOL = f"/{_NAME}/{PROTOCOL_VERSION}/rollout"
 """One rollout of a receipt: RolloutRequest, RolloutReply."""
 
@@ -71,7 +74,7 @@ class RecordKey(Record, frozen=True):
 
 
 def announcement_topic(swarm_id: Digest) -> str:
-    """Gossip topic of the swarm's announcements."""
+    """What envelopes with the swarm's announcements are signed for."""
     return f"{_NAME}/{PROTOCOL_VERSION}/{swarm_id}/announcements"
 
 

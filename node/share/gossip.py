@@ -1,15 +1,16 @@
 """Announcements that reach everybody: gossip as a hint, reconciliation as the repair.
 
-    announce --> seal --> store + outbox --> publish
+    announce --> seal --> store --> push to a few neighbours (`push.py`)
 
-    gossip ----+--> size, membership, envelope, schema, replay --> store --> heard() --> share.collect
-    neighbours-+                                                    |
+    pushed ----+--> size, membership, envelope, schema, replay --> store --> heard() --> share.collect
+    asked for -+                                                    |    +-> pushed on
                <---- what a neighbour lacks, on its request --------+
 
-GossipSub keeps 110 of 2,000 messages for a stalled reader and nothing for a late joiner. So every node stores
-the unexpired envelopes, and on connecting and every 10 s sends a neighbour the short digests of what it
-stores; the neighbour answers with what is missing. An envelope counts once, however many peers relay it,
-also over a restart: then it is stored again for others, and not heard again. Not for bodies
+What is pushed may be lost, and a late joiner has missed it. So every node stores the unexpired envelopes, and
+on connecting and every 10 s sends a neighbour the short digests of what it stores; the neighbour answers
+with what is missing. An envelope counts once, however many peers relay it, also over a restart: then it is
+stored again for others, and not heard again. For its content answers its author, for bytes that are no
+envelope of this swarm the neighbour that sent them. Not for bodies
 (`share/collect.py`) and not for what an announcement claims (`node/verify`).
 """
 
@@ -17,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
@@ -28,9 +28,10 @@ from node.membership import Membership
 from node.peers.book import PeerBook
 from node.runtime import Runtime
 from node.share.heard import Heard
+from node.share.push import STREAM_LIFE_S, Push
 from node.share.store import SHORT_DIGEST_BYTES, AnnouncementStore, StoredAnnouncement, short_digest
 from node.state.stores import ReplayGuard, SequenceSource
-from node.transport.base import Gossiped, Stream, Transport
+from node.transport.base import Stream, Transport
 from node.transport.limits import KeyedTokenBuckets
 from protocol.codec import decode, digest, encode
 from protocol.constants import MAX_ENVELOPE_BYTES
@@ -46,7 +47,7 @@ from protocol.errors import (
 )
 from protocol.messages import Announcement, Digest, PeerId, ReconcileReply, ReconcileRequest
 from protocol.replay import ReplayCache
-from protocol.topics import RECONCILE_PROTOCOL, announcement_topic
+from protocol.topics import ANNOUNCE_PROTOCOL, RECONCILE_PROTOCOL, announcement_topic
 
 __all__ = ["Gossip", "GossipLimits"]
 
@@ -72,8 +73,9 @@ class GossipLimits:
     author_bytes: int = 4 * 1024 * 1024
     refused_count: int = 8192
     """Digests of refused envelopes that are remembered, so that neighbours do not send them again."""
-    outbox_count: int = 256
-    """Own envelopes that wait for a slow or dead network; the oldest is left to reconciliation."""
+    pushed_per_s: float = 50.0
+    """Envelopes of one author that are pushed on, a second; what is above it is left to reconciliation."""
+    push_burst: float = 200.0
     reconcile_interval_s: float = 10.0
     reconcile_neighbours: int = 8
     """Neighbours asked in one interval, drawn at random; new connections are asked at once besides."""
@@ -108,7 +110,7 @@ class Gossip:
     ) -> None:
         """`sequence` numbers this node's envelopes, `replay` remembers those that were counted."""
         self.listening = asyncio.Event()
-        """Set while a subscription stands."""
+        """Set while neighbours can push to this node, and ask it."""
         self._runtime = runtime
         self._membership = membership
         self._peers = peers
@@ -135,24 +137,24 @@ class Gossip:
             newcomer_burst=256,
         )
         self._arrived = asyncio.Event()
-        self._outbox: deque[bytes] = deque(maxlen=limits.outbox_count)
-        self._sendable = asyncio.Event()
+        self._push = Push(runtime, transport, self._take_pushed)
+        self._pushed_on = KeyedTokenBuckets(limits.pushed_per_s, limits.push_burst)
         self._disk_told = False
 
     async def run(self) -> None:
-        """Listen, answer and ask. Ends only by cancellation or when the transport is closed."""
+        """Take, answer, push and ask. Ends only by cancellation."""
         self.transport.serve(RECONCILE_PROTOCOL, self._answer)
+        self.transport.serve(ANNOUNCE_PROTOCOL, self._hear, deadline_s=STREAM_LIFE_S)
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._ask_neighbours()), group.create_task(self._send_outbox())]
-            await self._listen()
-            for task in tasks:
-                task.cancel()
+            group.create_task(self._push.run())
+            group.create_task(self._ask_neighbours())
+            self.listening.set()
 
     async def announce(self, announcement: Announcement, ttl_ms: int) -> Digest:
         """Sign and store an announcement of ours; returns its envelope's digest.
 
-        Never waits for the network: `run` publishes, and what it cannot publish neighbours get by
-        reconciliation. Waits for the disk where that does not take that numbers are used.
+        Never waits for the network: what cannot be pushed now neighbours get by reconciliation. Waits for the
+        disk where that does not take that numbers are used.
         """
         sequence = await durable(self._runtime, "sequence numbers", self._sequence.next)
         now_ms = self._runtime.now_ms()
@@ -167,8 +169,7 @@ class Gossip:
         )
         heard = Heard(self._membership.peer_id, announcement, now_ms, digest(data))
         self.store.add(StoredAnnouncement(heard, data, now_ms + ttl_ms), unread=False)
-        self._outbox.append(data)
-        self._sendable.set()
+        self._push.push(data)
         return heard.envelope
 
     async def heard(self) -> AsyncIterator[Heard]:
@@ -184,57 +185,39 @@ class Gossip:
             self._arrived.clear()
             await self._arrived.wait()
 
-    # --- gossip out ---
+    # --- what others send ---
 
-    async def _send_outbox(self) -> None:
-        while True:
-            self._sendable.clear()
-            while self._outbox:
-                try:
-                    await self.transport.publish(self._topic, self._outbox.popleft())
-                except TransportError as error:
-                    logger.debug("an announcement waits for reconciliation: %s", error)
-            await self._sendable.wait()
+    async def _hear(self, stream: Stream) -> None:
+        """A neighbour pushes."""
+        self._require_member(stream.peer_id)
+        await self._push.receive(stream)
 
-    # --- gossip in ---
-
-    async def _listen(self) -> None:
-        while True:
-            try:
-                async with self.transport.subscribe(self._topic) as messages:
-                    self.listening.set()
-                    count = 0
-                    async for message in messages:
-                        self._take_gossip(message)
-                        count += 1
-                        if count % _YIELD_EVERY == 0:
-                            await asyncio.sleep(0)
-                    return
-            except TransportError as error:
-                logger.debug("cannot listen yet: %s", error)
-            finally:
-                self.listening.clear()
-            await asyncio.sleep(self._limits.peer_poll_s)
-
-    def _take_gossip(self, message: Gossiped) -> None:
-        if not self._membership.is_member(message.sender):
-            self._peers.refused(message.sender, "stranger")
-            return
+    def _take_pushed(self, data: bytes, neighbour: PeerId) -> None:
+        """Raises RemoteProtocolError for what an honest neighbour would not push."""
         try:
-            self._take(message.data, relayed=False)
-        except RemoteProtocolError as error:
-            self._peers.refused(message.sender, error.reason)
+            heard = self._take(data)
+        except ReplayError as error:
+            logger.debug("%s pushes what was counted before: %s", neighbour, error)
+        except (FreshnessError, LimitError) as error:  # its clock or our disk: it may have meant well
+            self._peers.refused(neighbour, error.reason)
+        else:
+            if heard is not None and self._pushed_on.take(heard.sender, self._runtime.monotonic_s()):
+                self._push.push(data, came_from=neighbour)
 
-    def _take(self, data: bytes, *, relayed: bool) -> bool:
-        """Store an envelope that is new and valid. Returns whether it was new, raises when it is invalid.
+    def _require_member(self, peer_id: PeerId) -> None:
+        if not self._membership.is_member(peer_id):
+            raise SignatureError(f"{peer_id} is no member of this swarm", reason="stranger")
 
-        `relayed`: by a neighbour that cannot know what we counted, for instance before a restart. What was
-        counted is then stored for others while there is room, and heard by nobody here.
+    def _take(self, data: bytes) -> Heard | None:
+        """Store an envelope that is new and valid. Returns what is new in it, raises when it is invalid.
+
+        A neighbour cannot know what we counted, for instance before a restart. What was counted is stored for
+        others while there is room, and heard by nobody here.
         """
         envelope_digest = digest(data)
         short = short_digest(envelope_digest)
         if short in self.store or short in self._refused:
-            return False
+            return None
         now_ms = self._runtime.now_ms()
         counts = True
         try:
@@ -248,7 +231,7 @@ class Gossip:
                     envelope.sender, envelope.sequence, envelope.created_at, envelope.expires_at, now_ms
                 )
             except ReplayError:
-                if not (relayed and self.store.has_room(envelope.sender, len(data))):
+                if not self.store.has_room(envelope.sender, len(data)):
                     raise
                 counts = False
             except OSError as error:
@@ -263,7 +246,7 @@ class Gossip:
         unread = counts and envelope.sender != self._membership.peer_id
         self.store.add(StoredAnnouncement(heard, data, envelope.expires_at), unread=unread)
         self._arrived.set()
-        return True
+        return heard
 
     def _tell_disk(self, error: OSError) -> None:
         if not self._disk_told:
@@ -276,8 +259,7 @@ class Gossip:
 
     async def _answer(self, stream: Stream) -> None:
         """neighbour -> us: send what it lacks, batch by batch, until it closes the stream."""
-        if not self._membership.is_member(stream.peer_id):
-            raise SignatureError(f"{stream.peer_id} is no member of this swarm", reason="stranger")
+        self._require_member(stream.peer_id)
         while True:
             frame = await stream.receive(_MAX_REQUEST_BYTES)
             request = decode(frame, ReconcileRequest, max_bytes=_MAX_REQUEST_BYTES)
@@ -319,6 +301,7 @@ class Gossip:
                     connected = {peer.peer_id: None for peer in await self.transport.peers()}
                 except TransportError:
                     connected = {}
+                self._push.neighbours = [each for each in connected if self._membership.is_member(each)]
                 if connected and self.first_neighbour_at is None:
                     self.first_neighbour_at = self._runtime.now_ms()
                 due = [peer_id for peer_id in connected if peer_id not in before]
@@ -361,7 +344,7 @@ class Gossip:
         for number in range(reply.count):
             data = await stream.receive(MAX_ENVELOPE_BYTES)
             try:
-                new += self._take(data, relayed=True)
+                new += self._take(data) is not None
             except ReplayError as error:  # no fault of an honest neighbour, and it will not send this again
                 logger.debug("%s relays what was counted before: %s", stream.peer_id, error)
             except RemoteProtocolError as error:

@@ -1,7 +1,7 @@
-"""The control protocol of the libp2p daemon: a connection per request, and one per stream and subscription.
+"""The control protocol of the libp2p daemon: a connection per request, and one per stream.
 
-hivemind's own client leaves sockets open when a request fails or is cancelled, and lacks GossipSub; this one
-closes whatever it opens. The daemon is our own child, so its answers are trusted but still bounded. Every
+hivemind's own client leaves sockets open when a request fails or is cancelled; this one closes whatever it
+opens. The daemon is our own child, so its answers are trusted but still bounded. Every
 failure is `OSError`, `EOFError` (an early end) or `ControlError`; deadlines are the caller's.
 """
 
@@ -57,13 +57,6 @@ class Control:
             known += [str(Multiaddr(address)) for address in info.addrs]
         return tuple(ConnectedPeer(peer_id, tuple(each)) for peer_id, each in addresses.items())
 
-    async def publish(self, topic: str, data: bytes) -> None:
-        request = _request("PUBSUB")
-        request.pubsub.type = p2pd_pb2.PSRequest.PUBLISH
-        request.pubsub.topic = topic
-        request.pubsub.data = data
-        await self._request(request)
-
     async def handle(self, protocol: str, listener_path: str) -> None:
         """Pass incoming streams of `protocol` to the unix socket at `listener_path`."""
         request = _request("STREAM_HANDLER")
@@ -78,13 +71,6 @@ class Control:
         request.streamOpen.peer = peer_id.to_bytes()
         request.streamOpen.proto.append(protocol)
         request.streamOpen.timeout = max(1, round(timeout_s))
-        return await self._open(request)
-
-    async def subscribe(self, topic: str) -> SocketPair:
-        """The connection that yields `PSMessage`s; closing it (or losing its writer) unsubscribes."""
-        request = _request("PUBSUB")
-        request.pubsub.type = p2pd_pb2.PSRequest.SUBSCRIBE
-        request.pubsub.topic = topic
         return await self._open(request)
 
     async def _request(self, request: p2pd_pb2.Request) -> p2pd_pb2.Response:

@@ -83,7 +83,7 @@ class Session:
         launched: list[P2P] = []
 
         class Daemon(P2P):
-            """`p2pd` with GossipSub, reachable for cleaning up also when its start failed."""
+            """`p2pd`, reachable for cleaning up also when its start failed."""
 
             def __init__(self) -> None:
                 super().__init__()
@@ -92,7 +92,7 @@ class Session:
             @staticmethod
             def _make_process_args(*args: Any, **kwargs: Any) -> list[str]:
                 kwargs = {name: value for name, value in kwargs.items() if name not in _GO_DHT}
-                arguments: list[str] = P2P._make_process_args(*args, **kwargs, pubsub=True, f=str(_CONFIG))
+                arguments: list[str] = P2P._make_process_args(*args, **kwargs, f=str(_CONFIG))
                 return arguments
 
         loopback = "/127." in listen or "/ip6/::1/" in listen

@@ -2,9 +2,8 @@
 
 Participants: this node (one `Transport`), its connected peers, and strangers. Goals: a node can start alone;
 every call has a deadline; every byte from a peer is bounded before it is decoded; a dead network is an error,
-never a hang. Non-goals: reliability of `publish` (gossip is a hint, `node/share/gossip.py` repairs it), large
-values in the DHT (bodies go over streams), and trust (nothing here reads a payload, except DHT record
-validators).
+never a hang. Non-goals: gossip (that is streams, `node/share/gossip.py`), large values in the DHT (bodies go
+over streams), and trust (nothing here reads a payload, except DHT record validators).
 
 Implementations: `hivemind.py` (the real one), `memory.py` (seeded, for simulation and speed). One contract
 suite, `tests/node/transport/test_contract.py`, runs over all of them.
@@ -13,35 +12,24 @@ suite, `tests/node/transport/test_contract.py`, runs over all of them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from node.transport.limits import Refusals, TransportLimits
 from node.transport.streams import Stream, StreamHandler
-from protocol.constants import MAX_DHT_RECORD_BYTES, MAX_ENVELOPE_BYTES
+from protocol.constants import MAX_DHT_RECORD_BYTES
 from protocol.errors import LocalProtocolError, RemoteProtocolError
 from protocol.messages import PeerId
 
 __all__ = [
     "ConnectedPeer",
-    "Gossiped",
     "RecordValidator",
     "Stream",
     "StreamHandler",
     "Transport",
     "TransportLimits",
-    "require_publishable",
     "require_storable",
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class Gossiped:
-    """One gossip message as it arrived. `sender` is the peer that the transport says published it."""
-
-    sender: PeerId
-    data: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,16 +79,6 @@ class Transport(ABC):
         """Peers with a live connection."""
 
     @abstractmethod
-    async def publish(self, topic: str, data: bytes) -> None:
-        """Gossip `data`. Best effort. Raises `LocalProtocolError` above MAX_ENVELOPE_BYTES."""
-
-    @abstractmethod
-    def subscribe(self, topic: str) -> AbstractAsyncContextManager[AsyncIterator[Gossiped]]:
-        """Messages of a topic, own ones excluded, in no promised order. The queue behind it is bounded and
-        drops the oldest; senders above their token bucket and messages above MAX_ENVELOPE_BYTES are dropped
-        and counted. Survives a restart of the network stack."""
-
-    @abstractmethod
     async def store(self, key: str, value: bytes, expires_at: int) -> None:
         """Put a record of at most MAX_DHT_RECORD_BYTES into the DHT until `expires_at` (ms). Stored again
         after a restart of the network stack. Raises `LocalProtocolError` when our own validator refuses
@@ -119,12 +97,6 @@ class Transport(ABC):
         """Answer streams of `protocol`. Whatever the handler raises closes that stream only; a
         `RemoteProtocolError` is counted against the peer. The handler ends after `deadline_s` seconds, as
         does every one by default after `stream_timeout_s`, which each single frame must keep in any case."""
-
-
-def require_publishable(data: bytes) -> None:
-    """Raise `LocalProtocolError` for a message that other nodes would drop."""
-    if len(data) > MAX_ENVELOPE_BYTES:
-        raise LocalProtocolError(f"a message of {len(data)} bytes is above the cap of {MAX_ENVELOPE_BYTES}")
 
 
 def require_storable(validate: RecordValidator | None, key: str, value: bytes, expires_at: int) -> None:

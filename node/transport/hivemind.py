@@ -1,9 +1,9 @@
-"""The real transport: libp2p's Go daemon, hivemind's DHT and GossipSub, supervised, in our own event loop.
+"""The real transport: libp2p's Go daemon and hivemind's DHT, supervised, in our own event loop.
 
     calls   --> session (daemon + DHT node) --> network
-    network --> subscriptions, stream gate, DHT guard --> node
+    network --> stream gate, DHT guard --> node
     the daemon dies --> pending calls fail at once --> back-off --> a new session: same identity and port,
-    subscriptions, handlers, records, dialled peers
+    handlers, records, dialled peers
 
 Never `hivemind.DHT`: it forks a process whose pipe dies on values near 100 KB. TCP only. Calls made while the
 stack is being rebuilt (0.2 s) wait for it within their own deadline. Not for what travels: frames, envelopes
@@ -17,8 +17,7 @@ import functools
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,27 +26,24 @@ from hivemind.p2p import P2P, PeerID
 from hivemind.proto import p2pd_pb2
 
 from node.transport._addresses import may_dial, parse_address, require_free, tcp_port, with_port
-from node.transport._control import SocketPair, read_message
+from node.transport._control import read_message
 from node.transport._daemon import STACK_ERRORS, Session
 from node.transport._dht import DhtGuard, open_dht, unwrap, wrap
 from node.transport._neighbours import Neighbours
 from node.transport._sockets import SocketChannel
 from node.transport.base import (
     ConnectedPeer,
-    Gossiped,
     RecordValidator,
     Stream,
     StreamHandler,
     Transport,
     TransportLimits,
-    require_publishable,
     require_storable,
 )
 from node.transport.limits import Refusals
 from node.transport.streams import StreamGate
-from node.transport.subscription import Subscription
-from protocol.errors import AddressError, DeadlineError, KeyFileError, SignatureError, TransportError
-from protocol.identity import Identity, public_key
+from protocol.errors import AddressError, DeadlineError, KeyFileError, TransportError
+from protocol.identity import Identity
 from protocol.messages import PeerId
 
 __all__ = ["HivemindTransport"]
@@ -56,7 +52,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_MAX_GOSSIP_BYTES = 2 * 1024 * 1024  # GossipSub itself stops at 1 MiB
 _STREAM_HEADER_TIMEOUT_S = 5.0
 _HEALTHY_AFTER_S = 60.0
 _FIRST_DELAY_S = 0.1
@@ -95,7 +90,6 @@ class HivemindTransport(Transport):
         self._supervisor: asyncio.Task[None] | None = None
         self._addresses: tuple[str, ...] = ()
         self._handlers: dict[str, tuple[StreamHandler, float | None]] = {}
-        self._subscriptions: dict[Subscription, SocketPair] = {}
         self._neighbours = Neighbours(self._limits, self._delay_s)
         self.restarts = 0
         self._closed = False
@@ -115,8 +109,6 @@ class HivemindTransport(Transport):
         if self._supervisor is not None:
             self._supervisor.cancel()
             await asyncio.gather(self._supervisor, return_exceptions=True)
-        for subscription in self._subscriptions:
-            subscription.close()
         await self._gate.close()
         if self._session is not None:
             await self._session.stop()
@@ -170,7 +162,7 @@ class HivemindTransport(Transport):
         session.spawn(self._neighbours.maintain(session, self._read_addresses))
 
     async def _open_session(self) -> Session:
-        """A session with the port of the first one, our handlers and subscriptions."""
+        """A session with the port of the first one, and our handlers."""
 
         async def dht(p2p: P2P) -> DHTNode:
             return await open_dht(
@@ -187,8 +179,6 @@ class HivemindTransport(Transport):
                 session.spawn(_serve(server))
                 for protocol in self._handlers:
                     await session.control.handle(protocol, session.listener_path)
-                for subscription in list(self._subscriptions):
-                    await self._attach(session, subscription)
         except BaseException as error:
             await session.stop()
             if isinstance(error, TimeoutError):
@@ -264,58 +254,6 @@ class HivemindTransport(Transport):
         return await self._call(
             "listing peers", self._limits.connect_timeout_s, lambda session: session.control.peers()
         )
-
-    # --- gossip ---
-
-    async def publish(self, topic: str, data: bytes) -> None:
-        require_publishable(data)
-        await self._call(
-            f"publishing on {topic}",
-            self._limits.connect_timeout_s,
-            lambda session: session.control.publish(topic, data),
-        )
-
-    @asynccontextmanager
-    async def subscribe(self, topic: str) -> AsyncIterator[AsyncIterator[Gossiped]]:
-        subscription = Subscription(topic, self.peer_id, self._limits, self.refusals)
-        try:
-            await self._call(
-                f"subscribing to {topic}",
-                self._limits.connect_timeout_s,
-                lambda session: self._attach(session, subscription),
-            )
-            yield subscription
-        finally:
-            pair = self._subscriptions.pop(subscription, None)
-            if pair is not None:
-                pair[1].transport.abort()
-
-    async def _attach(self, session: Session, subscription: Subscription) -> None:
-        """Subscribe in the daemon. The writer is kept: when it is collected, the daemon unsubscribes."""
-        pair = await session.control.subscribe(subscription.topic)
-        self._subscriptions[subscription] = pair
-        session.spawn(self._read(session, subscription, pair))
-
-    async def _read(self, session: Session, subscription: Subscription, pair: SocketPair) -> None:
-        """Never waits for the subscriber: the daemon buffers 32 messages and drops what is not read."""
-        reader, writer = pair
-        loop = asyncio.get_running_loop()
-        try:
-            while True:
-                message = p2pd_pb2.PSMessage()
-                await read_message(reader, message, _MAX_GOSSIP_BYTES)
-                sender = PeerID(getattr(message, "from")).to_base58()
-                try:
-                    public_key(sender)
-                except SignatureError:
-                    self.refusals.add(sender[:64], "sender")
-                    continue
-                subscription.offer(sender, message.data, loop.time())
-        except STACK_ERRORS as error:
-            if self._subscriptions.get(subscription) is pair:
-                session.break_down(f"the subscription to {subscription.topic} ended: {error!r}")
-        finally:
-            writer.transport.abort()
 
     # --- DHT ---
 

@@ -135,15 +135,9 @@ class TransportLimits:
     """The same over all peers, so that invented identities cannot exhaust file descriptors."""
     stream_opens_per_s: float = 50.0
     stream_burst: int = 100
-    messages_per_s: float = 50.0
-    """Gossip messages per second and sender (token bucket), dropped and counted above it."""
-    message_burst: int = 200
     newcomers_per_s: float = 50.0
-    """Senders never heard before that are let in per second: identities are free, attention is not."""
+    """Peers never seen before that are let in per second: identities are free, attention is not."""
     newcomer_burst: int = 1000
-    queue_messages: int = 1024
-    """Messages one subscription keeps for a slow reader; the oldest are dropped and counted."""
-    queue_bytes: int = 16 * 1024 * 1024
     dht_keys_per_s: float = 50.0
     """DHT keys per second that one peer may ask for or store (token bucket); refused and counted above it."""
     dht_burst: int = 1000

@@ -2,10 +2,9 @@
 
 One `MemoryNetwork` holds the links and the one random source; each node has a `MemoryTransport`. Everything
 moves by `loop.call_at` only, so on a virtual loop (`node.clock.run_virtual`) the same seed gives the same
-run. Gossip floods hop by hop over connections between subscribers, DHT records lie at the five closest
-reachable peers, streams are byte pipes under the same frames and caps as real ones; a node's streams share
-its up- and downlink, first come first served, where `limit` set their bandwidth. Not modelled: bandwidth of
-gossip and DHT, and the internals of GossipSub and Kademlia.
+run. DHT records lie at the five closest reachable peers, streams are byte pipes under the same frames and
+caps as real ones; a node's streams share its up- and downlink, first come first served, where `limit` set
+their bandwidth. Not modelled: bandwidth of the DHT, and the internals of Kademlia.
 """
 
 from __future__ import annotations
@@ -16,48 +15,32 @@ import hashlib
 import math
 import random
 import re
-from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
-
-from cachetools import FIFOCache
+from collections.abc import Callable, Iterable
 
 from node.clock import Clock, SystemClock
 from node.transport._memory_records import DhtRecords
 from node.transport._pipes import MemoryChannel, Pipe
 from node.transport.base import (
     ConnectedPeer,
-    Gossiped,
     RecordValidator,
     Stream,
     StreamHandler,
     Transport,
     TransportLimits,
-    require_publishable,
     require_storable,
 )
 from node.transport.limits import Refusals
 from node.transport.links import LINKS, LinkConditions
 from node.transport.streams import StreamGate
-from node.transport.subscription import Subscription
 from protocol.errors import AddressError, DeadlineError, TransportError
 from protocol.messages import PeerId
 
 __all__ = ["MemoryNetwork", "MemoryTransport"]
 
 _ADDRESS = re.compile(r"/memory/p2p/([1-9A-HJ-NP-Za-km-z]{1,64})")
-_SEEN_MESSAGES = 65_536
 _REPLICAS = 5
 _BEAM = 20
 _FIFO_STEP_S = 1e-6
-
-
-@dataclass(frozen=True, slots=True)
-class _Message:
-    number: int
-    origin: PeerId
-    topic: str
-    data: bytes
 
 
 class _Line:
@@ -94,12 +77,10 @@ class MemoryNetwork:
         self._random = random.Random(seed)
         self._transports: dict[PeerId, MemoryTransport] = {}
         self._group_of: dict[PeerId, int] = {}
-        self._last_at: dict[tuple[PeerId, PeerId], float] = {}
         self._channels: dict[MemoryChannel, tuple[PeerId, PeerId]] = {}
         self._silent: set[PeerId] = set()
         self._uplinks: dict[PeerId, _Line] = {}
         self._downlinks: dict[PeerId, _Line] = {}
-        self._messages = 0
 
     def transport(
         self,
@@ -133,7 +114,7 @@ class MemoryNetwork:
         self._reset_broken_channels()
 
     def restart(self, peer_id: PeerId) -> None:
-        """A killed stack comes back with its connections, subscriptions and own records."""
+        """A killed stack comes back with its connections and own records."""
         self._of(peer_id).stack_restarted()
 
     def silence(self, peer_id: PeerId) -> None:
@@ -186,24 +167,6 @@ class MemoryNetwork:
         answering = (other for other in found.values() if not self._is_cut(source, other.peer_id))
         return sorted(answering, key=lambda other: _point(other.peer_id) ^ target)[:count]
 
-    def next_message_number(self) -> int:
-        self._messages += 1
-        return self._messages
-
-    def send_message(self, source: PeerId, target: PeerId, deliver: Callable[[], None]) -> None:
-        """Carry one gossip message over a hop: it may be lost, late, overtaken or doubled."""
-        if self._random.random() < self.link.loss:
-            return
-        copies = 2 if self._random.random() < self.link.duplication else 1
-        for _ in range(copies):
-            at = self._now_s() + self._delay_s()
-            if self._random.random() < self.link.reorder:
-                at += self._random.uniform(0.0, max(self.link.delay_max_ms, 50.0)) / 1000
-            else:
-                at = max(at, self._last_at.get((source, target), 0.0) + _FIFO_STEP_S)
-                self._last_at[source, target] = at
-            asyncio.get_running_loop().call_at(at, self._deliver, source, target, deliver)
-
     async def round_trip(self, *ends: PeerId) -> None:
         """Wait as long as a small request and its reply take, lost ones sent again; for ever where one of
         `ends` is silent."""
@@ -244,10 +207,6 @@ class MemoryNetwork:
             loop.call_at(downlink.through(self._now_s(), count), pass_on)
 
         loop.call_at(pipe.last_at_s, reached)
-
-    def _deliver(self, source: PeerId, target: PeerId, deliver: Callable[[], None]) -> None:
-        if self.reachable(source, target) is not None and not self._is_cut(source, target):
-            deliver()
 
     def _is_cut(self, *ends: PeerId) -> bool:
         return not self._silent.isdisjoint(ends)
@@ -298,8 +257,6 @@ class MemoryTransport(Transport):
         self._gate = StreamGate(limits, self.refusals)
         self.records = DhtRecords(validate_record, limits, self.refusals)
         self._handlers: dict[str, tuple[StreamHandler, float | None]] = {}
-        self._subscriptions: list[Subscription] = []
-        self._seen: FIFOCache[int, None] = FIFOCache(_SEEN_MESSAGES)
         self._own_records: dict[str, tuple[bytes, int]] = {}
         self.restarts = 0
         self._closed = False
@@ -314,8 +271,6 @@ class MemoryTransport(Transport):
         self._closed = True
         self.up = False
         self._network.detach(self)
-        for subscription in self._subscriptions:
-            subscription.close()
         await self._gate.close()
 
     def addresses(self) -> tuple[str, ...]:
@@ -346,47 +301,6 @@ class MemoryTransport(Transport):
         return tuple(
             ConnectedPeer(other.peer_id, other.addresses()) for other in self._network.linked(self.peer_id)
         )
-
-    # --- gossip ---
-
-    async def publish(self, topic: str, data: bytes) -> None:
-        require_publishable(data)
-        self._require_up()
-        message = _Message(self._network.next_message_number(), self.peer_id, topic, data)
-        self._seen[message.number] = None
-        self._forward(message, came_from=self.peer_id)
-
-    @asynccontextmanager
-    async def subscribe(self, topic: str) -> AsyncIterator[AsyncIterator[Gossiped]]:
-        self._require_up()
-        subscription = Subscription(topic, self.peer_id, self._limits, self.refusals)
-        self._subscriptions.append(subscription)
-        try:
-            yield subscription
-        finally:
-            self._subscriptions.remove(subscription)
-
-    def _forward(self, message: _Message, came_from: PeerId) -> None:
-        for other in self._network.linked(self.peer_id):
-            if other.peer_id not in (came_from, message.origin) and other._subscribed(message.topic):
-                self._network.send_message(
-                    self.peer_id,
-                    other.peer_id,
-                    functools.partial(other._heard, message, came_from=self.peer_id),
-                )
-
-    def _heard(self, message: _Message, came_from: PeerId) -> None:
-        if message.number in self._seen or not self._subscribed(message.topic):
-            return
-        self._seen[message.number] = None
-        self._forward(message, came_from)
-        now_s = asyncio.get_running_loop().time()
-        for subscription in self._subscriptions:
-            if subscription.topic == message.topic:
-                subscription.offer(message.origin, message.data, now_s)
-
-    def _subscribed(self, topic: str) -> bool:
-        return any(subscription.topic == topic for subscription in self._subscriptions)
 
     # --- DHT ---
 
@@ -454,7 +368,6 @@ class MemoryTransport(Transport):
         """For `MemoryNetwork.kill`."""
         self.up = False
         self.records.kept.clear()
-        self._seen.clear()
 
     def stack_restarted(self) -> None:
         """For `MemoryNetwork.restart`."""

@@ -36,17 +36,28 @@ from protocol.codec import digest, encode
 from protocol.constants import MAX_ENVELOPE_BYTES
 from protocol.envelope import seal
 from protocol.errors import LocalProtocolError, TransportError
-from protocol.messages import Announcement, BlobRef, BlobReply, Lineage, PromptRef, RolloutGroup, Sampling
+from protocol.messages import (
+    Announcement,
+    BlobRef,
+    BlobReply,
+    Lineage,
+    PeerId,
+    PromptRef,
+    RolloutGroup,
+    Sampling,
+)
 from protocol.prompts import slots, window_of
 from protocol.receipts import slot_digest
 from protocol.rollouts import parse_tokens
 from protocol.topics import (
+    ANNOUNCE_PROTOCOL,
     BLOB_PROTOCOL,
     CHARTER_PROTOCOL,
     HELLO_PROTOCOL,
     RECONCILE_PROTOCOL,
     announcement_topic,
 )
+from tests.node.pushing import push
 from tests.node.toy import TASK, Toy, ToyEnvironment, ToySwarm
 from tests.node.verify.world import identity
 from tests.rollouts import changed
@@ -60,8 +71,9 @@ SETTLED_S = 7.0
 class Mallory:
     """A member of the swarm that sends what it likes."""
 
-    def __init__(self, swarm: ToySwarm, transport: MemoryTransport, policy: Policy) -> None:
+    def __init__(self, swarm: ToySwarm, transport: MemoryTransport, victim: PeerId, policy: Policy) -> None:
         self.swarm = swarm
+        self.victim = victim
         self.transport = transport
         self.identity = identity("mallory")
         self.peer_id = self.identity.peer_id
@@ -87,7 +99,7 @@ class Mallory:
         transport = swarm.network.transport(identity("mallory").peer_id)
         await transport.start()
         await transport.connect(f"/memory/p2p/{victim.peer_id}")
-        return cls(swarm, transport, swarm.policies[policy])
+        return cls(swarm, transport, victim.peer_id, swarm.policies[policy])
 
     async def serve(self, stream: Stream) -> None:
         request = msgspec.msgpack.decode(await stream.receive())
@@ -140,7 +152,7 @@ class Mallory:
             now_ms=self.swarm.clock.now_ms(),
             ttl_ms=60_000,
         )
-        await self.transport.publish(announcement_topic(self.swarm.swarm_id), envelope)
+        await push(self.transport, self.victim, envelope)
 
 
 Attack = Callable[[Mallory, Toy], Awaitable[None]]
@@ -200,16 +212,17 @@ def unharmed(victim: Toy, honest: Toy, mallory: Mallory) -> None:
 def test_garbage_on_gossip_and_streams(tmp_path: Path, policies: Sequence[Policy]) -> None:
     async def attack(mallory: Mallory, victim: Toy) -> None:
         rng = random.Random(1)
-        topic = announcement_topic(mallory.swarm.swarm_id)
-        for size in (0, 1, 5, 100, 1000, MAX_ENVELOPE_BYTES):
-            await mallory.transport.publish(topic, rng.randbytes(size))
+        for size in (1, 5, 100, 1000, MAX_ENVELOPE_BYTES):
+            await push(mallory.transport, victim.peer_id, rng.randbytes(size))
         for payload in (b"\xc1", b"\xdd\xff\xff\xff\xff", b"\x91" * 9999, rng.randbytes(500)):
             await mallory.gossip(payload)
         group = mallory.honest_group()
         said = mallory.announcement(group, encode(group))
         for number in (math.nan, math.inf, -math.inf):
             await mallory.gossip(msgspec.msgpack.encode(replace(said, rewards=(number, 0.0, 0.0, 1.0))))
-        for protocol in (HELLO_PROTOCOL, BLOB_PROTOCOL, CHARTER_PROTOCOL, RECONCILE_PROTOCOL, "/nosuch"):
+        for protocol in (
+            ANNOUNCE_PROTOCOL, HELLO_PROTOCOL, BLOB_PROTOCOL, CHARTER_PROTOCOL, RECONCILE_PROTOCOL, "/nosuch"
+        ):  # fmt: skip
             for data in (
                 b"",
                 b"\xff\xff\xff\xff",

@@ -21,6 +21,7 @@ from protocol.envelope import seal
 from protocol.messages import Announcement, BlobRef, Lineage, PromptRef
 from protocol.replay import ReplayCache
 from protocol.topics import announcement_topic
+from tests.node.pushing import push
 from tests.node.runtimes import make_peers, make_runtime, notices_of
 from tests.node.verify.world import World, identity
 
@@ -66,7 +67,7 @@ def told(numbers: SequenceStore, heard: list[int], clock: VirtualClock) -> tuple
                 now_ms=clock.now_ms(),
                 ttl_ms=60_000,
             )
-            await relaying.publish(topic, data)
+            await push(relaying, ALICE.peer_id, data)
         await asyncio.sleep(5)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
@@ -97,8 +98,10 @@ def test_a_copied_home_is_told_to_both_and_a_restart_to_nobody(tmp_path: Path) -
 
 
 def test_gossip_that_ends_by_itself_ends_the_network() -> None:
-    """As when its transport is closed under it."""
     clock = VirtualClock()
+
+    async def ends() -> None:
+        return
 
     async def main() -> None:
         runtime = make_runtime(clock)
@@ -114,9 +117,8 @@ def test_gossip_that_ends_by_itself_ends_the_network() -> None:
             sequence=MemorySequence(),
             replay=ReplayCache(),
         )
+        node.gossip.run = ends  # type: ignore[method-assign]
         running = asyncio.create_task(node.run())
-        await node.gossip.listening.wait()
-        await transport.close()
         async with asyncio.timeout(60):
             with pytest.RaisesGroup(pytest.RaisesExc(LoopEndedError, match="'gossip' has ended")):
                 await running

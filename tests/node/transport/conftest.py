@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from node.transport.base import Gossiped, RecordValidator, Transport, TransportLimits
+from node.transport.base import RecordValidator, Transport, TransportLimits
 from node.transport.memory import MemoryNetwork
 from protocol.identity import Identity
 
@@ -76,20 +76,6 @@ class Nodes:
                 if outcome if isinstance(outcome, bool) else await outcome:
                     return
                 await asyncio.sleep(0.01)
-
-    async def hear(
-        self, messages: AsyncIterator[Gossiped], sender: Transport, topic: str, data: bytes
-    ) -> Gossiped:
-        """Publish until it arrives: a mesh needs a heartbeat or two to form."""
-        async with asyncio.timeout(DEADLINE_S):
-            while True:
-                await sender.publish(topic, data)
-                try:
-                    message = await asyncio.wait_for(anext(messages), 0.2)
-                except TimeoutError:
-                    continue
-                if message.data == data:
-                    return message
 
     async def close(self) -> None:
         for transport in reversed(self._opened):

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from node.transport.base import Stream, TransportLimits
-from protocol.constants import MAX_DHT_RECORD_BYTES, MAX_ENVELOPE_BYTES, MAX_FRAME_BYTES
+from protocol.constants import MAX_DHT_RECORD_BYTES, MAX_FRAME_BYTES
 from protocol.errors import (
     AddressError,
     DecodeError,
@@ -19,7 +19,6 @@ from protocol.errors import (
 )
 from protocol.identity import Identity
 
-TOPIC = "topic"
 ECHO = "/test/1/echo"
 
 
@@ -73,63 +72,6 @@ async def test_unreachable_and_own_address_are_address_errors(nodes):
     place = "/memory" if nodes.kind == "memory" else "/ip4/127.0.0.1/tcp/1"
     with pytest.raises(AddressError, match=r"reached|answers"):
         await transport.connect(f"{place}/p2p/{stranger}")
-
-
-async def test_messages_go_both_ways_and_own_ones_are_excluded(nodes):
-    first = await nodes.open(1)
-    second = await nodes.open(2, first)
-    async with first.subscribe(TOPIC) as at_first, second.subscribe(TOPIC) as at_second:
-        heard = await nodes.hear(at_second, first, TOPIC, b"from first")
-        assert (heard.sender, heard.data) == (first.peer_id, b"from first")
-        heard = await nodes.hear(at_first, second, TOPIC, b"from second")
-        assert (heard.sender, heard.data) == (second.peer_id, b"from second")
-        await nodes.hear(at_second, first, TOPIC, b"x" * MAX_ENVELOPE_BYTES)
-
-
-async def test_messages_pass_through_a_middle_node_once(nodes):
-    middle = await nodes.open(1)
-    left, right = await nodes.open(2, middle), await nodes.open(3, middle)
-    async with middle.subscribe(TOPIC), left.subscribe(TOPIC), right.subscribe(TOPIC) as at_right:
-        await nodes.hear(at_right, left, TOPIC, b"mesh stands")
-        for number in range(20):
-            await left.publish(TOPIC, b"%d" % number)
-        heard = []
-        async with asyncio.timeout(10):
-            while len(heard) < 20:
-                message = await anext(at_right)
-                if message.data != b"mesh stands":
-                    heard.append(message)
-        assert sorted(int(message.data) for message in heard) == list(range(20))
-        assert {message.sender for message in heard} == {left.peer_id}
-
-
-async def test_oversize_message_is_our_error(nodes):
-    transport = await nodes.open(1)
-    with pytest.raises(LocalProtocolError, match=str(MAX_ENVELOPE_BYTES)):
-        await transport.publish(TOPIC, b"x" * (MAX_ENVELOPE_BYTES + 1))
-
-
-async def test_sender_above_its_rate_is_dropped_and_counted(nodes):
-    first = await nodes.open(1)
-    second = await nodes.open(2, first, limits=TransportLimits(messages_per_s=0.001, message_burst=3))
-    async with first.subscribe(TOPIC), second.subscribe(TOPIC) as messages:
-        await nodes.hear(messages, first, TOPIC, b"mesh stands")
-        for number in range(10):
-            await first.publish(TOPIC, b"%d" % number)
-        await nodes.eventually(lambda: second.refusals.counters().get((first.peer_id, "rate"), 0) >= 8)
-
-
-async def test_queue_of_a_slow_reader_is_bounded_and_counts_what_it_drops(nodes):
-    first = await nodes.open(1)
-    second = await nodes.open(2, first, limits=TransportLimits(queue_messages=2))
-    async with first.subscribe(TOPIC), second.subscribe(TOPIC) as messages:
-        await nodes.hear(messages, first, TOPIC, b"mesh stands")
-        for number in range(6):
-            await first.publish(TOPIC, b"%d" % number)
-        await nodes.eventually(lambda: second.refusals.counters().get((first.peer_id, "queue"), 0) >= 4)
-        assert len({(await anext(messages)).data for _ in range(2)}) == 2
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(anext(messages), 0.01)
 
 
 async def test_record_is_found_by_another_node_and_replaced_by_a_later_one(nodes):
@@ -348,33 +290,27 @@ async def test_crash_fails_calls_at_once_and_recovery_restores_everything(nodes)
     second = await nodes.open(2, first)
     await first.store("key", b"value", now_ms() + 60_000)
     address = first.addresses()[0]
-    async with first.subscribe(TOPIC) as messages, second.subscribe(TOPIC):
-        await nodes.hear(messages, second, TOPIC, b"before")
-        incoming = await second.open_stream(first.peer_id, ECHO)
-        nodes.crash(first)
-        with pytest.raises(TransportError):
-            await incoming.receive()
-        await nodes.recovered(first)
-        assert first.addresses()[0] == address
-        await nodes.eventually(lambda: _has_peer(first, second.peer_id))
-        await nodes.hear(messages, second, TOPIC, b"after")
-        assert await second.get("key") == b"value"
-        await nodes.eventually(lambda: _echoes(second, first))
+    incoming = await second.open_stream(first.peer_id, ECHO)
+    nodes.crash(first)
+    with pytest.raises(TransportError):
+        await incoming.receive()
+    await nodes.recovered(first)
+    assert first.addresses()[0] == address
+    await nodes.eventually(lambda: _has_peer(first, second.peer_id))
+    assert await second.get("key") == b"value"
+    await nodes.eventually(lambda: _echoes(second, first))
 
 
-async def test_close_is_idempotent_ends_subscriptions_and_fails_calls(nodes):
+async def test_close_is_idempotent_and_fails_calls(nodes):
     first = await nodes.open(1, prepare=lambda transport: transport.serve(ECHO, echo))
     second = await nodes.open(2, first)
     stream = await second.open_stream(first.peer_id, ECHO)
-    async with first.subscribe(TOPIC) as messages:
-        async with asyncio.timeout(5):
-            await first.close()
-            await first.close()
-        assert [message async for message in messages] == []
+    async with asyncio.timeout(5):
+        await first.close()
+        await first.close()
     with pytest.raises(TransportError):
         await stream.receive()
     for call in (
-        first.publish(TOPIC, b"x"),
         first.peers(),
         first.get("key"),
         first.open_stream(second.peer_id, ECHO),
