@@ -13,11 +13,12 @@ that one lie cannot be hidden behind seven small ones of the other sign. The two
             not, so no theorem holds, and the charter says what its models may differ by, per token of this
             node's tokenizer. Such a claim only weighs its own rollout down.
 
-Measured on the 10,072 honest rollouts (of 2 to 9 tokens) that the three unlike policies of a whole `swarm
-demo` judged of each other: below, 6.1 nats at most; above, 0.5 % more than 4 nats a token, 0.14 % more than
-6, 0.01 % more than 10, which the demo's charter therefore says. Of lies about one rollout below: 14 nats a
-token, all found; 14 nats in all, 92 %; 3 nats a token, 99.8 % at 8 tokens, 86 % at 5, none at 2, 61 % of all;
-3 nats in all, none. (Before, 6 nats a token on both sides: 14 nats in all, 22 %; 3 a token, 0.02 %.)
+Measured on 23,936 honest rollouts (of 2 to 9 tokens) that the three unlike policies of `swarm demo` judged of
+each other, three seeds: below, 6.1 nats at most; above, 0.41 % more than 4 nats a token, 0.12 % more than 6,
+0.008 % more than 10, which the demo's charter therefore says. Of lies about one rollout below: 14 nats a
+token, all but one; 14 nats in all, 91 %; 3 nats a token, 99.8 % at 8 tokens, 87 % at 5, none at 2, 64 % of
+all; 3 nats in all, none. (With 6 nats a token on both sides: 14 in all, 20 %; 3 a token, 0.03 %.) Honest
+trust at the end of a demo: 0.990 in five of six places, 0.981 in one; before, 0.945 to 0.990.
 
 What a claim may do to a gradient is bounded whatever is found here (`node/train/claims.py`).
 """

@@ -14,7 +14,7 @@ import pytest
 
 from node.clock import SystemClock, VirtualClock, run_virtual
 from node.events import Event, Notice, PeerStatus
-from node.peers import presence
+from node.peers import links, presence
 from node.peers.presence import Presence, ask_clock, clock_skew_ms, fetch_charter, say_hello
 from node.state.stores import MemorySequence
 from node.transport.base import Stream, StreamHandler
@@ -924,10 +924,14 @@ def test_hello_replies_are_signed_by_nobody_and_carry_the_time() -> None:
 
 @pytest.mark.net
 @pytest.mark.slow
-async def test_two_real_nodes_who_know_only_a_third_become_neighbours(tmp_path: Path) -> None:
-    """The daemons' own routing connects so few by itself; what the search would find is in the DHT too."""
+async def test_two_real_nodes_who_know_only_a_third_become_neighbours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemons' own routing connects so few by itself; what the search would find is in the DHT too. At
+    the end a node stands still whose daemon lives."""
     from node.transport.hivemind import HivemindTransport
 
+    monkeypatch.setattr(links, "ASK_AFTER_S", 0.5)
     clock = SystemClock()
     transports: list[HivemindTransport] = []
     presences: list[Presence] = []
@@ -980,6 +984,13 @@ async def test_two_real_nodes_who_know_only_a_third_become_neighbours(tmp_path: 
     assert await bob.look_up(CAROL.peer_id) == transports[2].addresses()
     assert await transports[1].connect(transports[2].addresses()[0]) == CAROL.peer_id
     assert refusals.counters() == {}
+    monkeypatch.setattr(links, "ANSWER_S", 1.5)
+    monkeypatch.setattr(presence, "HELLO_TIMEOUT_S", 0.5)
+    tasks[2].cancel()
+    transports[2].serve(HELLO_PROTOCOL, never_replies)
+    await eventually(lambda: CAROL.peer_id in bob.links.frozen)
+    assert CAROL.peer_id in bob.links.peers
+    assert CAROL.peer_id not in bob.connected
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
