@@ -3,7 +3,7 @@
 A full disk, a read-only one, and want of descriptors or rights all come as OSError, and all may pass. There
 are two kinds of writes. `durable` is for one that must happen before the node goes on (windows begun,
 sequence numbers): whoever needs it waits by name. `LeftOut` is for one that may be left out and comes again
-by itself (trust, checkpoints, versions for followers, the annex): the node goes on meanwhile. Not for what is
+by itself (trust, checkpoints, versions of weights, the annex): the node goes on meanwhile. Not for what is
 written (`node/state`), nor for events (`node/telemetry.py` counts lines that are lost).
 """
 

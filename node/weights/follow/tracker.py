@@ -20,6 +20,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from cachetools import FIFOCache
 
 from node.compute import Lane
+from node.durable import LeftOut
 from node.events import NoticeLevel
 from node.peers.backoff import Backoff
 from node.peers.trust import Hardness
@@ -82,6 +83,8 @@ class Tracker:
         on_version: Callable[[int, dict[str, U16]], Awaitable[None]],
     ) -> None:
         self._runtime = runtime
+        self._keeping = LeftOut(runtime, "versions of the owner")
+        self._anchors = LeftOut(runtime, "anchors of the owner")
         self._lineage = lineage
         self._base = base.bits
         self._base_digest = base.digest
@@ -230,14 +233,13 @@ class Tracker:
                 await self._walk(path)
             except (DeadlineError, OurFault, OSError) as error:
                 if not isinstance(error, DeadlineError):
-                    self._runtime.notice(
-                        NoticeLevel.WARNING, f"version {path[-1].policy_version} waits: {error}"
-                    )
+                    self._keeping.failed(f"version {path[-1].policy_version} waits: {error}")
                 await self._activate()
                 await asyncio.sleep(rest_s)
                 rest_s = min(2 * rest_s, MAX_REST_S)
             else:
                 await self._activate()
+                self._keeping.worked()
                 rest_s = ROUND_S
 
     def _path(self) -> list[WeightsLink]:
@@ -356,9 +358,9 @@ class Tracker:
             try:
                 await self._runtime.run(Lane.DISK, self._store.add, data)
             except (OurFault, OSError) as error:
-                self._runtime.notice(
-                    NoticeLevel.WARNING, f"the anchor of version {anchor.policy_version} is not kept: {error}"
-                )
+                self._anchors.failed(f"the anchor of version {anchor.policy_version} is not kept: {error}")
+            else:
+                self._anchors.worked()
 
     def _pin(self, path: Sequence[WeightsLink] = ()) -> None:
         """Keep what others may need, and what is on its way."""
