@@ -1,10 +1,12 @@
 """Multiaddrs as people give them: what to dial, where to listen. TCP only.
 
-TCP, because the daemon embeds quic-go 0.40.0 (CVE-2023-49295, CVE-2024-22189).
+TCP, because the daemon embeds quic-go 0.40.0 (CVE-2023-49295, CVE-2024-22189); over ip4 and ip6, and over
+names where a person wrote one, which are looked up here and not by the daemon.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ipaddress
 import re
@@ -20,9 +22,19 @@ if TYPE_CHECKING:
 
     from hivemind.utils.multiaddr import Multiaddr
 
-__all__ = ["may_dial", "parse_address", "peer_id_of", "require_free", "tcp_port", "with_port"]
+__all__ = ["may_dial", "parse_address", "peer_id_of", "require_free", "resolve", "tcp_port", "with_port"]
 
 _LISTEN = re.compile(r"(/ip[46]/([0-9a-fA-F.:]+)/tcp/)([0-9]{1,5})")
+_DIAL = re.compile(r"/(ip4|ip6|dns|dns4|dns6)/([0-9A-Za-z_.:-]{1,253})/tcp/([0-9]{1,5})")
+_FAMILIES = {
+    "ip4": socket.AF_INET,
+    "ip6": socket.AF_INET6,
+    "dns": socket.AF_UNSPEC,
+    "dns4": socket.AF_INET,
+    "dns6": socket.AF_INET6,
+}
+_MAX_RESOLVED = 8
+"""Addresses of one name that are tried."""
 
 
 def peer_id_of(address: str) -> PeerId:
@@ -35,15 +47,40 @@ def peer_id_of(address: str) -> PeerId:
     raise _malformed(address)
 
 
-def parse_address(address: str) -> tuple[PeerId, Multiaddr]:
-    """Peer id and dialable part of `.../p2p/<peer id>`. Raises `AddressError`."""
+def parse_address(address: str) -> PeerId:
+    """Peer id of an address to dial. Raises `AddressError` for what this node does not dial."""
     peer_id = peer_id_of(address)
+    _, host, port = _parts(address)
+    if not host or not 0 < int(port) <= 65_535:
+        raise _malformed(address)
+    return peer_id
+
+
+async def resolve(address: str) -> list[Multiaddr]:
+    """What the daemon is to dial for a parsed address: TCP on IP addresses, those of a name. The caller has
+    a deadline. Raises `AddressError` for a name without any."""
     from hivemind.utils.multiaddr import Multiaddr  # loads torch
 
+    kind, host, port = _parts(address)
     try:
-        return peer_id, Multiaddr(address.rpartition("/p2p/")[0])
-    except ValueError:
-        raise _malformed(address) from None
+        found = await asyncio.get_running_loop().getaddrinfo(
+            host,
+            int(port),
+            family=_FAMILIES[kind],
+            type=socket.SOCK_STREAM,
+            flags=socket.AI_NUMERICHOST if kind.startswith("ip") else 0,
+        )
+    except OSError as error:
+        raise AddressError(f"{host} of {address[:200]!r} has no address: {error.strerror or error}") from None
+    hosts = list(dict.fromkeys((family, str(place[0]).partition("%")[0]) for family, *_, place in found))
+    names = {socket.AF_INET: "ip4", socket.AF_INET6: "ip6"}
+    return [Multiaddr(f"/{names[family]}/{each}/tcp/{port}") for family, each in hosts[:_MAX_RESOLVED]]
+
+
+def _parts(address: str) -> tuple[str, str, str]:
+    """Kind, host and port of an address that is dialled; empty for any other."""
+    match = _DIAL.fullmatch(address.rpartition("/p2p/")[0])
+    return (match.group(1), match.group(2), match.group(3)) if match is not None else ("", "", "0")
 
 
 def may_dial(address: str, own: Sequence[str]) -> bool:
@@ -74,7 +111,8 @@ def _kind(address: str) -> str:
 
 def _malformed(address: str) -> AddressError:
     return AddressError(
-        f"{address[:200]!r} is no address of the form /ip4/<address>/tcp/<port>/p2p/<peer id>"
+        f"{address[:200]!r} is no address of the form /ip4/<address>/tcp/<port>/p2p/<peer id>, with ip6 or "
+        "dns4 and a name in place of ip4"
     )
 
 

@@ -17,7 +17,7 @@ from cachetools import FIFOCache
 from hivemind.p2p import PeerID
 from hivemind.utils import get_dht_time
 
-from node.transport._addresses import parse_address
+from node.transport._addresses import parse_address, resolve
 from node.transport._control import ControlError
 from node.transport._daemon import STACK_ERRORS, Session
 from node.transport._dht import wrap
@@ -52,11 +52,10 @@ class Neighbours:
 
     async def dial(self, session: Session, address: str) -> None:
         """Connect, and join the peer's DHT: before its ping is answered a DHT read finds nothing."""
-        peer_id, target = parse_address(address)
-        peer = PeerID.from_base58(peer_id)
+        peer = PeerID.from_base58(parse_address(address))
         try:
             async with asyncio.timeout(self._limits.connect_timeout_s):
-                await session.control.connect(peer, [target], self._limits.connect_timeout_s)
+                await session.control.connect(peer, await resolve(address), self._limits.connect_timeout_s)
                 if await session.dht.protocol.call_ping(peer) is None:
                     raise AddressError(
                         f"{address} is connected but answers no DHT ping; is it a node of a swarm?"

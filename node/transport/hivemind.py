@@ -235,7 +235,7 @@ class HivemindTransport(Transport):
         return may_dial(address, self.addresses())
 
     async def connect(self, address: str) -> PeerId:
-        peer_id, _ = parse_address(address)
+        peer_id = parse_address(address)
         if peer_id == self.peer_id:
             raise AddressError(f"{address} is this node itself; give the address of another one")
 

@@ -31,6 +31,7 @@ __all__ = [
     "Finding",
     "check_charter",
     "check_clock",
+    "check_daemon",
     "check_engine",
     "check_extras",
     "check_home",
@@ -49,6 +50,12 @@ __all__ = [
 
 FLOORS = {"torch": (2, 10), "transformers": (5, 3), "cryptography": (45,), "hivemind": (1, 1, 12)}
 """Oldest safe versions: torch CVE-2026-24747, transformers CVE-2026-4372."""
+DAEMONS = {
+    "42f8f48e62583b97cdba3c31439c08029fb2b9fc506b5bdd82c46b7cc1d279d8": "p2pd of hivemind 1.1.12 (Go 1.20, "
+    "go-libp2p 0.32.1, quic-go 0.40.0; CVE-2023-49295 and CVE-2024-22189 are in its QUIC, which nodes "
+    "neither listen to nor ask for: docs/security.md)",
+}
+"""SHA-256 of the network daemon's binary, which is packed and says nothing of itself: what is in it."""
 MIN_FREE_BYTES = 2 * 2**30
 RELEASED_S = 1_790_000_000
 """A clock before autumn 2026 is wrong."""
@@ -94,6 +101,7 @@ def doctor(
         "memory": lambda: check_memory(resolved),
         "sandbox": check_sandbox,
         "shared memory": check_shared_memory,
+        "daemon": check_daemon,
         "network": lambda: check_network(peer),
     }
     findings = []
@@ -361,6 +369,26 @@ def check_sandbox() -> Finding:
             return Finding("sandbox", True, describe(scorer.report))
     except SwarmError as error:
         return Finding("sandbox", False, str(error), "run where user namespaces or seccomp are allowed")
+
+
+def check_daemon() -> Finding:
+    """Which build of the network daemon this is, and what is known of it."""
+    import hashlib
+    import importlib.util
+
+    spec = importlib.util.find_spec("hivemind")
+    if spec is None or spec.origin is None:
+        return Finding("daemon", False, "hivemind is not installed", "pip install 'murmuration[node]'")
+    try:
+        digest = hashlib.sha256((Path(spec.origin).parent / "hivemind_cli/p2pd").read_bytes()).hexdigest()
+    except OSError as error:
+        return Finding(
+            "daemon", False, f"p2pd cannot be read: {error}", "pip install --force-reinstall hivemind"
+        )
+    known = DAEMONS.get(digest)
+    return Finding(
+        "daemon", True, known or f"p2pd {digest[:12]}, a build of which docs/security.md says nothing"
+    )
 
 
 def check_network(peer: str | None) -> Finding:

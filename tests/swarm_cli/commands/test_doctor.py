@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import socket
 from pathlib import Path
 
@@ -111,6 +112,16 @@ def test_without_vllm_the_default_engine_is_sound(monkeypatch: pytest.MonkeyPatc
     assert finding.detail == "transformers (no vLLM installed)"
 
 
+def test_the_daemon_is_known_by_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that constraints.txt pins is in the table, on this kind of machine."""
+    finding = doctor.check_daemon()
+    assert finding.ok
+    if platform.machine() == "x86_64":
+        assert "go-libp2p 0.32.1" in finding.detail
+    monkeypatch.setattr(doctor, "DAEMONS", {})
+    assert "says nothing" in doctor.check_daemon().detail
+
+
 @pytest.mark.parametrize(
     ("versions", "device", "ok", "words"),
     [
@@ -194,7 +205,7 @@ def test_one_failure_makes_the_exit_code(swarm: Swarm, monkeypatch: pytest.Monke
     monkeypatch.setattr(doctor, "check_sandbox", lambda: Finding("sandbox", True, "strong"))
     ended = swarm("doctor")
     assert ended.code == 0
-    assert ended.out.count("ok  ") == 15
+    assert ended.out.count("ok  ") == 16
     monkeypatch.setattr(doctor, "check_sandbox", lambda: Finding("sandbox", False, "weak", "allow seccomp"))
     ended = swarm("doctor")
     assert ended.code == 1
