@@ -1,12 +1,12 @@
 """Inside vLLM's worker: log-probabilities of given tokens at the temperature that the request names.
 
 vLLM scores the tokens of a prompt at temperature 1, whatever the request says. Without this the whole
-vocabulary of each token would have to leave the worker to be scaled outside (800 MiB for a sequence of 100
-tokens). So the logits of a request that bears `TEMPERATURE` in its `extra_args` are divided before vLLM turns
-them into log-probabilities; what is returned is one value a token, as at temperature 1. Both of vLLM's
-runners are covered: the first (on a CPU) goes request by request, the second (on a GPU) has the rows of all
-requests in one batch. Requests without the key stay as they are. Not for sampled tokens, whose values vLLM
-gives after temperature by itself.
+vocabulary of each token would have to leave the worker to be scaled outside: 823 MiB in the node's process
+for one sequence of 100 tokens of SmolLM2; now nothing for eight of them, as at temperature 1. The logits of a
+request that bears `TEMPERATURE` in its `extra_args` are divided before they become log-probabilities;
+what is returned is one value a token. Both of vLLM's runners are covered: the first (on a CPU) goes request
+by request, the second (on a GPU) has the rows of all requests in one batch. Requests without the key stay as
+they are. Not for sampled tokens, whose values vLLM gives after temperature by itself.
 """
 
 from __future__ import annotations
