@@ -165,12 +165,12 @@ def attacked(
     check: Callable[[Toy, Toy, Mallory], None],
     **settings: Any,
 ) -> None:
-    """A victim and an honest peer do 30 steps while `attack` runs; both end well and learn of each other."""
+    """A victim and an honest peer do 20 steps while `attack` runs; both end well and learn of each other."""
 
     async def main() -> None:
         async with ToySwarm(tmp_path, policies) as swarm:
-            victim = await swarm.add("victim", 0, train__steps=30, **settings)
-            honest = await swarm.add("honest", 1, bootstraps=[victim], train__steps=30)
+            victim = await swarm.add("victim", 0, train__steps=20, **settings)
+            honest = await swarm.add("honest", 1, bootstraps=[victim], train__steps=20)
             mallory = await Mallory.join(swarm, victim)
             swarm.start()
             await asyncio.sleep(SETTLED_S)
@@ -179,7 +179,7 @@ def attacked(
             for toy in (victim, honest):
                 await toy.task
                 assert toy.of(NodeStopped)[0].reason == "steps done"
-                assert len(toy.of(StepDone)) == 30
+                assert len(toy.of(StepDone)) == 20
                 assert all(bool(torch.isfinite(tensor).all()) for tensor in toy.trainer.state_dict().values())
             assert honest.peer_id in trained_on(victim)
             assert victim.peer_id in trained_on(honest)
@@ -270,7 +270,7 @@ def test_a_neighbour_that_never_answers_and_bodies_that_never_come(
     def check(victim: Toy, honest: Toy, mallory: Mallory) -> None:
         unharmed(victim, honest, mallory)
         # an honest body was waiting all the time, and one loop of several was held up
-        assert sum(step.groups_external for step in victim.of(StepDone)[10:]) >= 20
+        assert sum(step.groups_external for step in victim.of(StepDone)[10:]) >= 10  # of 20
 
     attacked(tmp_path, policies, attack, check, share__fetch_timeout_s=3.0)
 

@@ -83,9 +83,9 @@ def test_receiver_with_a_slow_uplink_does_not_hold_up_the_others(tmp_path):
 
 @pytest.mark.slow
 def test_receiver_with_a_slow_downlink_does_not_hold_up_the_others(tmp_path):
-    """In the mean of eight draws: with sixteen chunks the end of one run is luck (1.19 to 1.44 seen)."""
+    """In the mean of four draws: with sixteen chunks the end of one run is luck (1.19 to 1.44 seen)."""
     ratios = []
-    for seed in range(1, 9):
+    for seed in range(1, 5):
         outcome = simulate(tmp_path / str(seed), 8, 4 * MIB, mbit=5.0, mbits={3: (5.0, 1.5)}, seed=seed)
         assert outcome.done_s.pop(3) <= 1.1 * outcome.bound_s * 5.0 / 1.5
         ratios.append(outcome.ratio)
