@@ -19,6 +19,7 @@ from node.open.engine import NoticeFunction, open_engine
 from node.open.memory import MemoryPlan
 from node.open.policy import open_decoders, open_environments, open_policy
 from node.open.settings import memory_plan, resolved, train_settings
+from node.open.trial import try_policy
 from node.rollout.policy import Policy
 from node.sandbox.scorer import Scorer
 from node.state.paths import Home
@@ -93,6 +94,8 @@ def open_parts(
         if learner is not None:
             resume(learner.trainer, engine, checkpoints)
             take_recent(learner.trainer, engine, run_dir.recent)
+        if config.policy.sharing != "sequential":
+            try_policy(policy, engine, learner.trainer if learner is not None else None, notice)
         environments = open_environments(charter)
     except BaseException:
         engine.close()

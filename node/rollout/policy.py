@@ -98,7 +98,12 @@ class Policy:
             _template_encoder=template_encoder,
             _text_encoder=text_encoder,
         )
-        policy.encode_prompt("What is 3 + 4?")  # a template may refuse what every task gives it
+        # a template may refuse what every task gives it, or leave it out
+        if policy.encode_prompt("What is 3 + 4?") == policy.encode_prompt("Sort these words: tree, sun"):
+            raise ModelError(
+                f"the chat template of {folder} leaves the question out: two questions give one prompt; mend "
+                "chat_template.jinja"
+            )
         return policy
 
     def encode_prompt(self, question: str) -> list[int]:

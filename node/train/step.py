@@ -258,25 +258,48 @@ class Trainer:
         with self._on_device(), torch.no_grad():
             return self._in_memory(lambda: self._logprobs(sequences, lengths), lengths)
 
+    def without_gradient(self, sequences: Sequence[TokenSequence]) -> list[str]:
+        """Names of what learns and has no gradient by any token of these few sequences. Changes nothing.
+        Raises ModelError for gradients that are no numbers, OutOfMemoryError."""
+        parameters = {
+            name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad
+        }
+        with self._on_device(), torch.enable_grad():
+            try:
+                torch.autograd.backward(self._scored(sequences).sum())
+                idle = [name for name, parameter in parameters.items() if parameter.grad is None]
+                for name, parameter in parameters.items():
+                    if parameter.grad is not None and not bool(parameter.grad.isfinite().all()):
+                        raise ModelError(
+                            f"{self.policy.path} cannot be trained in {self.settings.dtype}: the gradient of "
+                            f"{name} is no number on a short answer; take another model"
+                        )
+            finally:
+                self.optimiser.zero_grad(set_to_none=True)
+        return idle
+
     def _logprobs(
         self, sequences: Sequence[TokenSequence], lengths: Sequence[int]
     ) -> list[NDArray[np.float32]]:
         results: list[NDArray[np.float32]] = [np.zeros(0, np.float32)] * len(sequences)
         for places in packed(lengths, self.micro_batch_tokens):
             rows = [sequences[place] for place in places]
-            tokens_BL = torch.zeros(len(places), max(lengths[place] for place in places), dtype=torch.int64)
-            for row, sequence in enumerate(rows):
-                whole = sequence.prompt_ids + sequence.token_ids
-                tokens_BL[row, : len(whole)] = torch.tensor(whole)
-            tokens_BL = tokens_BL.to(self.device)
-            starts_B = torch.tensor([len(sequence.prompt_ids) for sequence in rows], device=self.device)
-            temperature_B = torch.tensor([sequence.temperature for sequence in rows], device=self.device)
-            lengths_B = torch.tensor([len(sequence.token_ids) for sequence in rows], device=self.device)
-            mask_BT = torch.arange(int(lengths_B.max()), device=self.device) < lengths_B[:, None]
-            logprobs_BT = completion_logprobs(self.model, tokens_BL, starts_B, mask_BT, temperature_B)[0]
-            for place, sequence, row_T in zip(places, rows, logprobs_BT.cpu().numpy(), strict=True):
+            for place, sequence, row_T in zip(places, rows, self._scored(rows).cpu().numpy(), strict=True):
                 results[place] = row_T[: len(sequence.token_ids)].copy()
         return results
+
+    def _scored(self, rows: Sequence[TokenSequence]) -> Tensor:
+        """log pi of their tokens, [B, T], in one pass."""
+        wholes = [sequence.prompt_ids + sequence.token_ids for sequence in rows]
+        tokens_BL = torch.zeros(len(rows), max(map(len, wholes)), dtype=torch.int64)
+        for row, whole in enumerate(wholes):
+            tokens_BL[row, : len(whole)] = torch.tensor(whole)
+        tokens_BL = tokens_BL.to(self.device)
+        starts_B = torch.tensor([len(sequence.prompt_ids) for sequence in rows], device=self.device)
+        temperature_B = torch.tensor([sequence.temperature for sequence in rows], device=self.device)
+        lengths_B = torch.tensor([len(sequence.token_ids) for sequence in rows], device=self.device)
+        mask_BT = torch.arange(int(lengths_B.max()), device=self.device) < lengths_B[:, None]
+        return completion_logprobs(self.model, tokens_BL, starts_B, mask_BT, temperature_B)[0]
 
     def _in_memory(self, passes: Callable[[], Result], lengths: Sequence[int]) -> Result:
         """`passes` over rows of these lengths, anew with half the tokens at a time when the device runs out

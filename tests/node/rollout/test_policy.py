@@ -149,6 +149,13 @@ def test_a_word_without_a_row_matters_only_where_it_occurs(make_tiny_policy: Cal
         policy.encode_prompt("what is in <image>")
 
 
+def test_a_template_that_leaves_the_question_out(make_tiny_policy: Callable[[], Path]) -> None:
+    folder = make_tiny_policy()
+    (folder / "chat_template.jinja").write_text("<q>{% for m in messages %}{{ m.text }}{% endfor %}<a>")
+    with pytest.raises(ModelError, match="leaves the question out: two questions give one prompt; mend"):
+        Policy.open(folder)
+
+
 def test_a_template_that_refuses_a_question(make_tiny_policy: Callable[[], Path]) -> None:
     folder = make_tiny_policy()
     (folder / "chat_template.jinja").write_text("{{ raise_exception('Conversation roles must alternate') }}")

@@ -1,0 +1,69 @@
+"""A policy is tried before the network starts: what would fail at the first step fails now, in one sentence.
+
+    a question --> a few tokens sampled --> scored by engine and trainer --> a gradient, thrown away
+
+For: what no file says beforehand: an engine that computes something else than the trainer, numbers that are
+none, weights that no gradient reaches. Costs one short batch. Not where engine and trainer take turns on a
+device, which has no room for both, and not for what the files say (`rollout/policy.py`, `open/policy.py`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from node.events import NoticeLevel
+from node.open.engine import NoticeFunction
+from node.rollout.engine.base import Engine, GenerationRequest, TokenSequence
+from node.rollout.engine.parity import parity
+from node.rollout.policy import Policy
+from protocol.errors import ModelError
+from protocol.messages import Sampling
+
+if TYPE_CHECKING:
+    from node.train.step import Trainer
+
+__all__ = ["try_policy"]
+
+QUESTION = "What is 3 + 4?"
+TOKENS = 4
+TOLERANCE = {"float32": 1e-2}
+COARSE_TOLERANCE = 0.5
+"""Nats between two computations of one token's log-probability; beside a wrong one they are small."""
+_NAMED = 3
+
+
+def try_policy(policy: Policy, engine: Engine, trainer: Trainer | None, notice: NoticeFunction) -> None:
+    """Raises ModelError, or EngineError. `notice` hears of weights that do not learn: of experts that a short
+    answer does not reach, too."""
+    prompt = tuple(policy.encode_prompt(QUESTION))
+    request = GenerationRequest(prompt, 2, 1, Sampling(temperature=1.0, max_new_tokens=TOKENS))
+    (rollouts,) = engine.generate([request])
+    sampled = [each.answer for each in rollouts]
+    sequences = [
+        TokenSequence(prompt, tuple(np.frombuffer(each.token_ids, "<u4").tolist())) for each in sampled
+    ]
+    tolerance = TOLERANCE.get(engine.dtype, COARSE_TOLERANCE)
+    off = parity(engine, [np.frombuffer(each.logprobs, "<f4") for each in sampled], sequences)
+    if not off <= tolerance:
+        raise ModelError(
+            f"the {engine.name} engine scores what it has just sampled of {policy.path} otherwise, by "
+            f"{off:.3g} nats a token ({tolerance:g} at most): take another engine or another model"
+        )
+    if trainer is None:
+        return
+    off = parity(engine, trainer.logprobs(sequences), sequences)
+    if not off <= tolerance:
+        raise ModelError(
+            f"trainer and {engine.name} engine give the tokens of {policy.path} probabilities {off:.3g} nats "
+            f"apart ({tolerance:g} at most): take another engine or another model"
+        )
+    idle = trainer.without_gradient(sequences)
+    if idle:
+        names = ", ".join(idle[:_NAMED]) + (", ..." if len(idle) > _NAMED else "")
+        notice(
+            NoticeLevel.WARNING,
+            f"no gradient of a short answer reaches {len(idle)} of the weights that are to learn in "
+            f"{policy.path} ({names}): if they are no experts, they will not learn",
+        )
