@@ -474,7 +474,7 @@ def _arguments(config: NodeConfig, folder: Path, base: Policy, *, on_cpu: bool) 
     from node.rollout.engine._vllm_arguments import shared_arguments
 
     settings = config.vllm
-    return shared_arguments(settings, folder, on_cpu=on_cpu) | {
+    return shared_arguments(settings, base, folder, on_cpu=on_cpu) | {
         "seed": config.seed % 2**31,
         "max_model_len": min(base.max_positions, settings.max_context),
         "max_num_seqs": settings.max_concurrent,

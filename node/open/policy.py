@@ -32,8 +32,8 @@ __all__ = [
 
 
 def open_policy(config: NodeConfig, charter: Charter) -> Policy:
-    """The configured policy. Raises ModelError when its tokenizer is not one of the charter's, or its rows or
-    end token are not those that the charter names for it."""
+    """The configured policy, which samples no row beyond the charter's words. Raises ModelError when its
+    tokenizer is not one of the charter's, or its end token not one that the charter names for it."""
     policy = Policy.open(config.policy.folder(config.home))
     if policy.tokenizer_digest not in {spec.digest for spec in charter.tokenizers}:
         names = ", ".join(spec.name for spec in charter.tokenizers)
@@ -42,11 +42,6 @@ def open_policy(config: NodeConfig, charter: Charter) -> Policy:
             f"which knows {names}"
         )
     spec = next(spec for spec in charter.tokenizers if spec.digest == policy.tokenizer_digest)
-    if policy.vocab_size > spec.vocab_size:
-        raise ModelError(
-            f"{policy.path} has {policy.vocab_size} rows and the charter's {spec.name} {spec.vocab_size}: "
-            "peers would refuse what it samples beyond; take a model with as many"
-        )
     if not set(policy.end_token_ids) <= set(spec.end_token_ids):
         theirs, ours = (" or ".join(map(str, ids)) for ids in (spec.end_token_ids, policy.end_token_ids))
         raise ModelError(
@@ -55,7 +50,7 @@ def open_policy(config: NodeConfig, charter: Charter) -> Policy:
             "and generation_config.json"
         )
     # Whatever the charter has for an end is one: peers refuse what goes on behind it.
-    return replace(policy, end_token_ids=spec.end_token_ids)
+    return replace(policy, end_token_ids=spec.end_token_ids).limited_to(spec.vocab_size)
 
 
 def adapter_of(config: NodeConfig) -> AdapterSpec | None:

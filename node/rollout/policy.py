@@ -14,11 +14,12 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from node.rollout.words import without_rows_beyond
 from protocol.errors import ModelError
 
 if TYPE_CHECKING:
@@ -72,8 +73,14 @@ class Policy:
                 f"{folder}/config.json has vocab_size {vocab_size!r}; it must be an integer above 1."
             )
         template_encoder = tokenizer.backend_tokenizer
-        text_encoder = type(template_encoder).from_str(_within_rows(template_encoder.to_str(), vocab_size))
-        text_encoder.encode_special_tokens = True
+        words = template_encoder.get_vocab(with_added_tokens=False)
+        largest = max(words, key=words.__getitem__, default="")
+        if words.get(largest, 0) >= vocab_size:
+            raise ModelError(
+                f"{folder} has {vocab_size} rows and its tokenizer the word {largest!r} with id "
+                f"{words[largest]}: any text may hold it; take the tokenizer that belongs to the weights"
+            )
+        text_encoder = _text_encoder(template_encoder, vocab_size)
         eos = (
             tokenizer.eos_token_id
             if tokenizer.eos_token_id is not None
@@ -105,6 +112,14 @@ class Policy:
                 "chat_template.jinja"
             )
         return policy
+
+    def limited_to(self, words: int) -> Policy:
+        """The same policy where only the first `words` rows stand for one: no engine samples another, and no
+        text is encoded as one."""
+        if words >= self.vocab_size:
+            return self
+        encoder = _text_encoder(self._template_encoder, words)
+        return replace(self, vocab_size=words, _text_encoder=encoder)
 
     def encode_prompt(self, question: str) -> list[int]:
         """Token ids of the chat template around `question`, up to where the answer begins. Templates that
@@ -173,7 +188,7 @@ class Policy:
                 f"{self.path}: the weights lack or misshape {len(lost)} tensors, the first is {lost[0]}."
             )
         chosen: PreTrainedModel = model.to(device).eval()
-        return chosen
+        return without_rows_beyond(chosen, self.vocab_size)
 
 
 def weight_facts(folder: Path) -> tuple[int, str]:
@@ -256,11 +271,14 @@ def _positions(folder: Path) -> int:
     return int(getattr(config, "max_position_embeddings", None) or 2**31 - 1)
 
 
-def _within_rows(tokenizer: str, rows: int) -> str:
-    """A tokenizer.json without added words that the model has no row for, so that no text becomes one."""
-    values = json.loads(tokenizer)
+def _text_encoder(encoder: Tokenizer, rows: int) -> Tokenizer:
+    """For completions: without added words that the model has no row for, so that no text becomes one, and
+    with special words taken for text."""
+    values = json.loads(encoder.to_str())
     values["added_tokens"] = [each for each in values.get("added_tokens", ()) if each["id"] < rows]
-    return json.dumps(values)
+    found: Tokenizer = type(encoder).from_str(json.dumps(values))
+    found.encode_special_tokens = True
+    return found
 
 
 def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import multiprocessing
@@ -11,15 +12,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from node.config import VllmConfig, load_config
 from node.open.engine import open_engine
 from node.rollout.engine._vllm_process import EngineDied, VllmProcess
-from node.rollout.engine.base import EngineError
+from node.rollout.engine.base import EngineError, GenerationRequest, TokenSequence
+from node.rollout.engine.transformers import TransformersEngine
 from node.rollout.engine.vllm import VllmEngine
 from node.rollout.policy import Policy
 from protocol.errors import ConfigError, ModelError, SwarmError
+from protocol.messages import Sampling
 
 STARLING = Path(__file__).parents[2] / "configs/models/starling"
 
@@ -64,6 +68,26 @@ def test_a_model_that_nobody_knows(tmp_path: Path, changes: dict[str, Any], word
         start(folder(tmp_path, **changes))
     assert "\n" not in str(caught.value)
     assert none_left()
+
+
+def test_rows_without_a_word_are_neither_sampled_nor_counted() -> None:
+    """As many rows as the prompt needs have a word here; the embedded engine's numbers are the reference."""
+    whole = Policy.open(STARLING)
+    prompt = tuple(whole.encode_prompt("spell abc backward"))
+    policy = whole.limited_to(max(prompt) + 1)
+    assert policy.vocab_size < whole.vocab_size - 5
+    with contextlib.closing(VllmEngine(policy, VllmConfig(kv_cache_mib=64))) as engine:
+        sampling = Sampling(max_new_tokens=16, temperature=1.5)
+        (rollouts,) = engine.generate([GenerationRequest(prompt, 32, 1, sampling)])
+        answers = [each.answer for each in rollouts]
+        ids = [tuple(np.frombuffer(each.token_ids, "<u4").tolist()) for each in answers]
+        assert max(map(max, ids)) < policy.vocab_size
+        sequences = [TokenSequence(prompt, each, 1.5) for each in ids]
+        for reference, scored, sampled in zip(
+            TransformersEngine(policy).logprobs(sequences), engine.logprobs(sequences), answers, strict=True
+        ):
+            np.testing.assert_allclose(scored, reference, atol=1e-4)
+            np.testing.assert_allclose(np.frombuffer(sampled.logprobs, "<f4"), reference, atol=1e-4)
 
 
 def test_a_folder_with_code_is_refused_before_vllm(tmp_path: Path) -> None:

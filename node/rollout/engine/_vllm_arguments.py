@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from node.config import VllmConfig
+from node.rollout.engine._vllm_plugin import WORDS
+from node.rollout.policy import Policy
 
 __all__ = ["GPU_MEMORY_SHARE", "shared_arguments"]
 
@@ -15,8 +17,9 @@ GPU_MEMORY_SHARE = 0.4
 """Where nobody planned."""
 
 
-def shared_arguments(settings: VllmConfig, folder: Path, *, on_cpu: bool) -> dict[str, Any]:
-    """For vLLM's AsyncEngineArgs: the model in `folder` and its memory, nothing that opens a door."""
+def shared_arguments(settings: VllmConfig, policy: Policy, folder: Path, *, on_cpu: bool) -> dict[str, Any]:
+    """For vLLM's AsyncEngineArgs: the model in `folder`, which has the words of `policy`, and its memory;
+    nothing that opens a door."""
     memory: dict[str, Any] = (
         {
             "enforce_eager": True,
@@ -28,6 +31,7 @@ def shared_arguments(settings: VllmConfig, folder: Path, *, on_cpu: bool) -> dic
     )
     return memory | {
         "model": str(folder),
+        "additional_config": {WORDS: policy.vocab_size},
         "generation_config": "vllm",  # not the folder's sampling defaults
         "trust_remote_code": False,
         "enable_prompt_embeds": False,

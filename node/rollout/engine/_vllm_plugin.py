@@ -1,22 +1,24 @@
 """What vLLM loads into each of its processes: the entry point `murmuration` of `vllm.general_plugins`.
 
-For: registering our weight-transfer engine, scoring at other temperatures than 1 (`_vllm_scores.py`), and
-packing the linear weights of such an engine on a CPU so that they can be patched. vLLM's own packing there
-frees the originals and hides the copies, so that nothing can be patched in place; with tied embeddings the
-packed copy even goes stale. Engines started without our weight transfer stay untouched. vLLM loads plugins
-several times in some processes, so all of it may run twice.
+For: registering our weight-transfer engine, scoring at other temperatures than 1 (`_vllm_scores.py`),
+refusing rows without a word (`../words.py`), and packing the linear weights of such an engine on a CPU so
+that they can be patched. vLLM's own packing there frees the originals and hides the copies, so that nothing
+can be patched in place; with tied embeddings the packed copy even goes stale. Engines started without our
+weight transfer stay untouched. vLLM loads plugins several times in some processes, so all may run twice.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["BACKEND", "PLUGIN", "register"]
+__all__ = ["BACKEND", "PLUGIN", "WORDS", "register"]
 
 PLUGIN = "murmuration"
 """Name of the entry point; `VLLM_PLUGINS` allows only this one."""
 BACKEND = "murmuration"
 """Name of our engine in vLLM's weight-transfer factory."""
+WORDS = "murmuration_words"
+"""Key in vLLM's `additional_config`: rows from here on stand for no word."""
 
 
 def register() -> None:
@@ -30,7 +32,33 @@ def register() -> None:
             BACKEND, "node.rollout.engine._vllm_worker", "PatchTransferEngine"
         )
     _keep_cpu_weights_open()
+    _refuse_rows_without_a_word()
     score_at_temperature()
+
+
+def _refuse_rows_without_a_word() -> None:
+    """Everything that vLLM makes of logits, sampled or scored, comes after this layer."""
+    from vllm.config import get_current_vllm_config_or_none
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+    from node.rollout.words import refuse_rows
+
+    made, forward = LogitsProcessor.__init__, LogitsProcessor.forward
+    if hasattr(forward, "words"):
+        return
+    words: list[int] = []
+
+    def make(self: Any, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        config = get_current_vllm_config_or_none()
+        words[:] = [config.additional_config[WORDS]] if config and WORDS in config.additional_config else []
+
+    def compute(self: Any, *args: Any, **kwargs: Any) -> Any:
+        logits = forward(self, *args, **kwargs)
+        return refuse_rows(logits, *words) if words and logits is not None else logits
+
+    compute.words = words  # type: ignore[attr-defined]
+    LogitsProcessor.__init__, LogitsProcessor.forward = make, compute
 
 
 def _keep_cpu_weights_open() -> None:

@@ -400,7 +400,7 @@ class VllmEngine(Engine):
                 )
             own |= lora_arguments(self._adapter)
         return (
-            shared_arguments(settings, self._policy.path, on_cpu=on_cpu)
+            shared_arguments(settings, self._policy, self._policy.path, on_cpu=on_cpu)
             | own
             | {
                 "skip_tokenizer_init": True,  # tokens in, tokens out
