@@ -66,6 +66,7 @@ def _tell_fallback(notice: NoticeFunction | None, problem: str, error: Exception
 
 
 def _open_vllm(config: NodeConfig, policy: Policy, notice: NoticeFunction | None, draws: str) -> VllmEngine:
+    policy.require_names_of_files()
     from node.rollout.engine.vllm import VllmEngine
 
     return VllmEngine(

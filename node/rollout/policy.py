@@ -158,6 +158,27 @@ class Policy:
         """Shape of every tensor in the weight files, by name. Raises ModelError."""
         return _tensor_shapes(_weight_files(self.path))
 
+    def require_names_of_files(self) -> None:
+        """Raise ModelError for a family whose tensors have other names in memory than in its files, as those
+        have whose experts transformers joins: an engine that reads files takes updates by their names."""
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        with torch.device("meta"):
+            config = AutoConfig.from_pretrained(self.path, local_files_only=True, trust_remote_code=False)
+            model = AutoModelForCausalLM.from_config(config)
+        tied: dict[int, list[str]] = {}
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            tied.setdefault(id(tensor), []).append(name)
+        files = self.tensor_shapes()
+        for names in tied.values():
+            if not any(name in files for name in names):
+                raise ModelError(
+                    f"vLLM cannot take updates of {self.path}: {names[0]} in memory has another name in its "
+                    f"files ({self.model_type} models are changed when they are loaded); set rollout.engine "
+                    "to 'transformers'"
+                )
+
     def load_model(self, device: str | torch.device = "cpu", dtype: str = "float32") -> PreTrainedModel:
         """A fresh copy of the weights in evaluation mode, as engine and trainer must not share tensors."""
         import torch

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from node.rollout.engine.base import EngineError
 from node.rollout.engine.fallback import FallbackEngine
 from node.rollout.engine.transformers import TransformersEngine
 from node.rollout.policy import Policy
+from node.state.paths import bundled
 from protocol.errors import ConfigError, ModelError, SwarmError
 from protocol.identity import Identity
 
@@ -107,3 +110,33 @@ def test_with_fallback_a_lost_engine_is_replaced_and_that_is_told(
     assert notices[0][1].startswith(
         "vLLM is lost, the transformers engine takes its place: vLLM was started 6"
     )
+
+
+def test_vllm_is_refused_for_weights_that_have_other_names_in_memory(tmp_path: Path) -> None:
+    """Experts in four files' tensors each are one in memory: found before vLLM is started."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    folder = Path(shutil.copytree(bundled("models/wren"), tmp_path / "moe"))
+    rows = json.loads((folder / "config.json").read_text())["vocab_size"]
+    config = Qwen3MoeConfig(
+        vocab_size=rows,
+        hidden_size=32,
+        intermediate_size=64,
+        moe_intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=128,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    policy = Policy.open(folder)
+    assert any("experts.3.down_proj" in name for name in policy.tensor_shapes())
+    vllm = load_config([], {"rollout.engine": "vllm", "rollout.fallback": False})
+    with pytest.raises(ModelError, match=r"updates of .*experts.*qwen3_moe models .* 'transformers'"):
+        open_engine(vllm, policy)
+    Policy.open(bundled("models/wren")).require_names_of_files()
