@@ -124,17 +124,20 @@ class Session:
         """Of the daemon."""
         return int(self._p2p._child.pid)
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run `work` until it ends or this session does."""
+    def spawn(self, work: Coroutine[Any, Any, None], *, endless: bool = False) -> asyncio.Task[None]:
+        """Run `work` until it ends or this session does, which it does with `endless` work that ends."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
 
         def ended(task: asyncio.Task[None]) -> None:
             self._tasks.discard(task)
-            if not task.cancelled() and task.exception() is not None:
-                self.break_down(
-                    f"{getattr(task.get_coro(), '__qualname__', task)} failed: {task.exception()!r}"
-                )
+            name = getattr(task.get_coro(), "__qualname__", task)
+            if task.cancelled():
+                return
+            if task.exception() is not None:
+                self.break_down(f"{name} failed: {task.exception()!r}")
+            elif endless:
+                self.break_down(f"{name} has ended")
 
         task.add_done_callback(ended)
         return task

@@ -159,7 +159,7 @@ class HivemindTransport(Transport):
     def _use(self, session: Session) -> None:
         self._session = session
         self._session_changed.set()
-        session.spawn(self._neighbours.maintain(session, self._read_addresses))
+        session.spawn(self._neighbours.maintain(session, self._read_addresses), endless=True)
 
     async def _open_session(self) -> Session:
         """A session with the port of the first one, and our handlers."""
@@ -176,7 +176,7 @@ class HivemindTransport(Transport):
                 server = await asyncio.start_unix_server(
                     functools.partial(self._incoming, session), path=session.listener_path
                 )
-                session.spawn(_serve(server))
+                session.spawn(_serve(server), endless=True)
                 for protocol in self._handlers:
                     await session.control.handle(protocol, session.listener_path)
         except BaseException as error:

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from node.transport import _daemon
+from node.transport._neighbours import Neighbours
 from node.transport.base import Stream, TransportLimits
 from protocol.errors import AddressError, KeyFileError, TransportError
 from protocol.identity import Identity
@@ -242,6 +243,21 @@ async def test_a_daemon_that_cannot_be_watched_is_started_again(real_nodes, monk
 
     monkeypatch.setattr(_daemon, "_MEMORY_CHECK_EVERY_S", 0.05)
     monkeypatch.setattr(_daemon, "_resident_bytes", none_left)
+    first = await real_nodes.open(1)
+    await real_nodes.eventually(lambda: first.restarts == 1)
+    second = await real_nodes.open(2, first)
+    assert await second.peers()
+
+
+async def test_work_of_the_stack_that_ends_is_a_stack_that_is_started_again(real_nodes, monkeypatch):
+    maintain, begun = Neighbours.maintain, []
+
+    async def returns_once(self: Neighbours, *arguments: object) -> None:
+        begun.append(self)
+        if len(begun) > 1:
+            await maintain(self, *arguments)
+
+    monkeypatch.setattr(Neighbours, "maintain", returns_once)
     first = await real_nodes.open(1)
     await real_nodes.eventually(lambda: first.restarts == 1)
     second = await real_nodes.open(2, first)
