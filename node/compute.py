@@ -24,6 +24,8 @@ T = TypeVar("T")
 class Lane(StrEnum):
     """Kinds of work. Two pieces of one kind never overlap."""
 
+    DERIVE = "derive"
+    """The questions of own slots."""
     GENERATE = "generate"
     SCORE = "score"
     VERIFY = "verify"

@@ -421,6 +421,8 @@ class Health(Event, frozen=True, kw_only=True):
     """Of the event loop, under way."""
     transport_restarts: int
     sandbox_restarts: int
+    host_waited_s: float = 0.0
+    """Seconds that threads of this node have waited for tasks since it started, questions and own answers."""
     refused: dict[str, int]
     """Refusals below verification (rate, size, signature ...) by reason."""
     announced: int

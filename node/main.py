@@ -32,7 +32,7 @@ from node.events import Event, EventBus, Notice, NoticeLevel
 from node.membership import Membership
 from node.open.charter import open_membership, read_or_found_charter
 from node.open.parts import Parts, open_parts
-from node.open.policy import open_sandbox, require_strength
+from node.open.policy import open_host, require_fit
 from node.open.stores import open_stores
 from node.peers.presence import ask_clock, fetch_charter
 from node.runtime import Runtime
@@ -169,13 +169,13 @@ def _run(
     home = Home(config.home)
     with contextlib.ExitStack() as stack:
         starter = stack.enter_context(ThreadPoolExecutor(1))
-        sandbox = stack.enter_context(contextlib.closing(open_sandbox(config, membership.charter)))
-        report = starter.submit(sandbox.start)  # a process of its own, which starts while this one imports
+        host = stack.enter_context(contextlib.closing(open_host(config, membership.charter)))
+        report = starter.submit(host.start)  # a process of its own, which starts while this one imports
         notices = EngineNotices(show)
-        parts = open_parts(config, membership.charter, sandbox, notices, membership.peer_id)
+        parts = open_parts(config, membership.charter, host, notices, membership.peer_id)
         stack.callback(parts.engine.close)
         report.result()
-        require_strength(sandbox, parts.environments)
+        require_fit(host)
         try:
             write_atomically(home.run(config.run).config, parts.config.model_dump_json(indent=2).encode())
         except OSError as error:

@@ -54,7 +54,6 @@ from node.open.parts import Parts
 from node.open.stores import Stores
 from node.roles import Common, FollowerRole, TrainerRole, open_follower, open_trainer
 from node.runtime import Runtime
-from node.sandbox.strength import describe
 from node.status import Status
 from node.supervise import ProcessMeter, run_stages
 from node.transport.base import Transport
@@ -160,6 +159,6 @@ class Node:
             model=str(common.parts.policy.path),
             params=common.parts.policy.params,
             engine=common.parts.engine.name,
-            sandbox=describe(common.parts.sandbox.report),
+            sandbox=common.parts.host.walls,
             run_dir=str(common.run_dir.root),
         )

@@ -86,8 +86,8 @@ class Common:
         refusals = transport.refusals if transport is not None else None
         self.peers = PeerBook(runtime, membership, trust, stores.standings, refusals=refusals)
         self.trust_file = stores.trust
-        self.universe = Universe(membership.swarm_id, membership.charter, parts.environments)
-        self.scorer = OwnScorer(parts.environments, parts.sandbox)
+        self.universe = Universe(membership.swarm_id, membership.charter, parts.host)
+        self.scorer = OwnScorer(parts.host)
         self.feed = PromptFeed(runtime, membership, self.universe, stores.windows)
         self.admission = Admission(rollout.max_staleness, config.train.local_groups, rollout.token_budget)
         self.made: asyncio.Queue[Accepted] = asyncio.Queue(2 * config.train.local_groups)
@@ -129,7 +129,8 @@ class Common:
             gauges=(rollout.gauge,),
             health=lambda health: replace(
                 health,
-                sandbox_restarts=self.parts.sandbox.restarts,
+                sandbox_restarts=self.parts.host.restarts,
+                host_waited_s=self.parts.host.waited_s,
                 unshared=rollout.unshared,
                 not_sharing=sharing.not_sharing,
             ),
@@ -196,7 +197,7 @@ async def open_trainer(common: Common, learner: Learner) -> TrainerRole:
         parts.engine,
         parts.policy,
         common.universe,
-        common.scorer.reward,
+        common.scorer.rewards,
         per_task=config.evaluate.prompts_per_task,
         max_new_tokens=membership.charter.max_new_tokens,
     )
@@ -226,7 +227,7 @@ async def open_trainer(common: Common, learner: Learner) -> TrainerRole:
             membership,
             common.peers,
             common.universe.item,
-            parts.sandbox,
+            parts.host,
             learner.decoders,
             own=OwnPolicy(lineage, parts.policy, parts.engine),
             enabled=config.verify.enabled,

@@ -9,13 +9,22 @@ from __future__ import annotations
 
 import math
 
-from node.environment.tasks import Completion, Environment, Prompt, Score
+from node.environment.records import Completion, Environment, Prompt, Score
 
-__all__ = ["MAX_REWARD", "guarded_score"]
+__all__ = ["MAX_REWARD", "guarded_question", "guarded_score"]
 
 MAX_REWARD = 1e3
 """Far above what any task pays; advantages of larger ones would mean nothing."""
 NOTHING = Score(reward=0.0, components=())
+
+
+def guarded_question(environment: Environment, seed: int) -> str | None:
+    """The question of a seed; None where the environment fails on it, which it does on every machine."""
+    try:
+        text = environment.prompt(seed, 0).text
+        return text if isinstance(text, str) and text.encode() else None
+    except Exception:  # of a third party's code, which is told where no seed has a question
+        return None
 
 
 def guarded_score(environment: Environment, prompt: Prompt, completion: Completion) -> tuple[Score, str]:

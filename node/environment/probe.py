@@ -7,12 +7,11 @@ fixed set; no policy takes part. Not for members: the charter was agreed on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from node.environment.guard import guarded_score
-from node.environment.tasks import Completion, Environment
+from node.environment.host import Answers, HostFailure, TaskHost
+from node.environment.records import Completion
 
 __all__ = ["PAID", "Probe", "probe"]
 
@@ -39,27 +38,18 @@ class Probe:
         return self.senseless >= PAID
 
 
-def probe(environment: Environment) -> Probe:
-    """Score the fixed answers on questions of seeds 0, 1, ...; those on which the task fails are left out.
-    Blocking. Zeros where it has no question at all."""
-    prompts = []
-    for seed in range(QUESTIONS):
-        try:
-            prompts.append(environment.prompt(seed, 0))
-        except Exception:  # noqa: S112  (of a third party's code; told where questions are derived)
-            continue
-
-    def paid(texts: Sequence[str]) -> dict[str, float]:
-        return {
-            text: fmean(
-                guarded_score(environment, prompt, Completion(text, finished=True))[0].reward
-                for prompt in prompts
-            )
-            for text in texts
-        }
-
-    if not prompts:
+def probe(host: TaskHost, environment: str) -> Probe:
+    """Score the fixed answers on questions of seeds 0, 1, ...; those on which the task fails are left out,
+    and an answer that has no score is worth nothing. Blocking. Zeros where it has no question at all, or its
+    answers may not be scored here."""
+    questions = host.questions(environment, range(QUESTIONS))
+    texts = (*SENSELESS, *CONSTANTS)
+    answers = tuple(Completion(text, finished=True) for text in texts)
+    asked = [seed for seed, text in enumerate(questions) if isinstance(text, str)]
+    scored = host.score([Answers(environment, seed, answers) for seed in asked])
+    rewards = [(0.0,) * len(texts) if isinstance(each, HostFailure) else each.rewards for each in scored]
+    if not rewards:
         return Probe(0.0, 0.0, "")
-    constants = paid(CONSTANTS)
-    best = max(constants, key=lambda text: constants[text])
-    return Probe(min(paid(SENSELESS).values()), constants[best], best)
+    paid = dict(zip(texts, map(fmean, zip(*rewards, strict=True)), strict=True))
+    best = max(CONSTANTS, key=lambda text: paid[text])
+    return Probe(min(paid[text] for text in SENSELESS), paid[best], best)

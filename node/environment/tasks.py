@@ -1,12 +1,12 @@
-"""Tasks: where prompts come from and how completions are scored.
+"""Opening a task, asking it for questions, and scoring answers: a third party's code.
 
-For: deriving the same prompt on every machine from `(seed, index)`, and turning a completion into a reward
-that any peer can recompute. Every reasoning-gym task is reachable as `reasoning_gym/<task>`; others are
-packages that register a loader under the entry-point group `murmuration.environments`.
+Every reasoning-gym task is reachable as `reasoning_gym/<task>`; others are packages that register a loader
+under the entry-point group `murmuration.environments`. Same seed and index, same prompt, on every machine;
+same completion, same reward.
 
-Not for: choosing which prompts a node answers (`protocol.prompts`), isolating the scorer (where
-`evaluates_answers`, scoring may run the answer as code: strangers' texts are scored in the sandbox only), or
-templates and tokens (the policy's own). Imports neither torch nor transformers; reasoning-gym at first use.
+Only processes without anything to lose import this: the sandbox's worker, and the tools that train bundled
+models and measure on bundled tasks. The node asks a `TaskHost` (`host.py`). Not for choosing which prompts a
+node answers (`protocol.prompts`), nor for templates and tokens (the policy's own).
 """
 
 from __future__ import annotations
@@ -14,112 +14,32 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
-import importlib.util
 import random
 import re
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import metadata
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from node.environment.answers import ANSWER_KEY, AnswerRule
+from node.environment.installed import REASONING_GYM, registered, unknown
+from node.environment.records import Completion, Environment, Prompt, Score
 from node.environment.scan import evaluates_answers
-from node.environment.schema import checked_config, known_tasks, nearest
+from node.environment.schema import checked_config, nearest
 from protocol.errors import ConfigError
-from protocol.messages import EnvironmentSpec
 
 __all__ = [
-    "DEMO_ENVIRONMENTS",
-    "ENTRY_POINT_GROUP",
-    "Completion",
-    "Environment",
-    "Prompt",
     "ReasoningGymEnvironment",
-    "Score",
     "item_seed",
+    "leave_random_states",
     "open_environment",
-    "package_paths",
-    "pin",
     "reasoning_gym_tasks",
-    "registered",
 ]
 
-ENTRY_POINT_GROUP = "murmuration.environments"
-"""Packages register `loader(config) -> Environment` here, under the environment's name."""
-
-_PREFIX = "reasoning_gym/"
 _MAX_SEED = 2**63 - 1
-
-
-class Prompt(msgspec.Struct, frozen=True):
-    """environment -> engine. Derived from `(environment, seed, index)`; `entry` stays on this machine."""
-
-    environment: str
-    text: str
-    seed: int
-    index: int
-    entry: dict[str, Any]
-
-
-class Completion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """engine -> environment. `finished`: ended by the policy itself, not cut at the token limit."""
-
-    text: str
-    finished: bool
-
-
-class Score(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """environment -> verify, train. Only `reward` is learnt from; `components` are for people to read."""
-
-    reward: float
-    components: tuple[tuple[str, float], ...]
-
-
-class Environment(Protocol):
-    """What the rest of the node asks of a task. Same arguments, same result, on every machine."""
-
-    @property
-    def name(self) -> str:
-        """The id under which the charter lists it, e.g. `reasoning_gym/spell_backward`."""
-        ...
-
-    @property
-    def evaluates_answers(self) -> bool:
-        """Scoring may execute the answer's text as code. When in doubt, True."""
-        ...
-
-    @property
-    def reproducible(self) -> bool:
-        """Whether every machine derives the same prompts, whatever its hash seed."""
-        ...
-
-    def prompt(self, seed: int, index: int) -> Prompt:
-        """The prompt of this seed and index, both in [0, 2**63)."""
-        ...
-
-    def score(self, prompt: Prompt, completion: Completion) -> Score:
-        """Reward of one completion. Any text is a valid input, and a scorer's own failure on it is a zero."""
-        ...
-
-
-DEMO_ENVIRONMENTS: tuple[EnvironmentSpec, ...] = (
-    EnvironmentSpec("reasoning_gym/spell_backward", '{"max_word_len":5,"min_word_len":3}'),
-    EnvironmentSpec(
-        "reasoning_gym/number_sorting",
-        '{"max_decimals":0,"max_numbers":3,"max_value":9.0,"min_decimals":0,"min_numbers":3,"min_value":0.0}',
-    ),
-    EnvironmentSpec("reasoning_gym/chain_sum", '{"max_digits":1,"max_terms":2,"min_digits":1,"min_terms":2}'),
-)
-"""The tasks of `swarm demo`, within reach of 0.3 M parameters. No constant answer scores above 0.1 on any."""
-
-
-def registered() -> dict[str, metadata.EntryPoint]:
-    """The environments of installed packages, by name. Imports nothing foreign."""
-    return {entry.name: entry for entry in metadata.entry_points(group=ENTRY_POINT_GROUP)}
 
 
 def open_environment(
@@ -133,56 +53,6 @@ def open_environment(
     return environment if rule is AnswerRule.WHOLE else _Told(environment, rule)
 
 
-def pin(name: str) -> str:
-    """Which code and data the environment of this name is on this machine, as `protocol.messages.Pin` says
-    it: the distribution's version of a reasoning-gym task, else the SHA-256 over the files of the package
-    that registers it. Imports nothing foreign. Raises ConfigError for an unknown one."""
-    if name.startswith(_PREFIX):
-        try:
-            return f"reasoning-gym=={metadata.version('reasoning-gym')}"
-        except metadata.PackageNotFoundError as error:
-            raise ConfigError(f"reasoning-gym, of which {name} is a task, is not installed") from error
-    module, folders = _package_of(name)
-    files = {module.name: module}
-    for folder in folders:
-        files |= {file.relative_to(folder).as_posix(): file for file in folder.rglob("*")}
-    return f"sha256:{_files_digest(files)}"
-
-
-def package_paths(names: Iterable[str]) -> list[Path]:
-    """Files and folders of the packages that register these environments, for whoever must be able to read
-    them. Imports nothing foreign. Raises ConfigError for an unknown name."""
-    paths: list[Path] = []
-    for name in names:
-        if not name.startswith(_PREFIX):
-            module, folders = _package_of(name)
-            paths += folders or [module]
-    return paths
-
-
-def _package_of(name: str) -> tuple[Path, list[Path]]:
-    """First file and folders of the package that registers an environment. Raises ConfigError."""
-    entries = registered()
-    if name not in entries:
-        raise _unknown(name, sorted(entries))
-    package = entries[name].module.partition(".")[0]
-    spec = importlib.util.find_spec(package)
-    if spec is None or spec.origin is None:
-        raise ConfigError(f"the package {package} of environment {name!r} has no files")
-    return Path(spec.origin), [Path(folder) for folder in spec.submodule_search_locations or ()]
-
-
-def _files_digest(files: Mapping[str, Path]) -> str:
-    """SHA-256 over names and contents in order of the names, each behind its 8-byte length. What Python
-    compiled is left out: it holds times."""
-    hashed = hashlib.sha256()
-    for name, file in sorted(files.items()):
-        if file.is_file() and "__pycache__" not in file.parts:
-            for part in (name.encode(), file.read_bytes()):
-                hashed.update(len(part).to_bytes(8, "big") + part)
-    return hashed.hexdigest()
-
-
 def _answer_rule(name: str, value: object) -> AnswerRule:
     try:
         return AnswerRule(str(value))
@@ -192,17 +62,12 @@ def _answer_rule(name: str, value: object) -> AnswerRule:
 
 
 def _open(name: str, config: Mapping[str, object], own: Mapping[str, metadata.EntryPoint]) -> Environment:
-    if name.startswith(_PREFIX):
-        return ReasoningGymEnvironment(name.removeprefix(_PREFIX), config)
+    if name.startswith(REASONING_GYM):
+        return ReasoningGymEnvironment(name.removeprefix(REASONING_GYM), config)
     if name in own:
         environment: Environment = own[name].load()(config)
         return environment
-    raise _unknown(name, list(own))
-
-
-def _unknown(name: str, own: list[str]) -> ConfigError:
-    known = [_PREFIX + task for task in known_tasks()]
-    return ConfigError(f"unknown environment {name!r}; {nearest(name, [*own, *known])}")
+    raise unknown(name, list(own))
 
 
 class _Told:
@@ -241,7 +106,7 @@ class ReasoningGymEnvironment:
         tasks = reasoning_gym_tasks()
         if task not in tasks:
             raise ConfigError(f"unknown reasoning-gym task {task!r}; {nearest(task, list(tasks))}")
-        self.name = _PREFIX + task
+        self.name = REASONING_GYM + task
         self.evaluates_answers = evaluates_answers(task, tasks[task][0])
         self.reproducible = task not in _HASH_ORDER_TASKS
         self._task = task
@@ -334,6 +199,13 @@ _HUGE = re.compile(r"[eE][+-]?[\d_]{4,}")
 _NON_FINITE = re.compile(r"\b(?:nan|inf|infinity)\b", re.IGNORECASE)
 
 _random_lock = threading.Lock()
+_puts_back = [True]
+
+
+def leave_random_states() -> None:
+    """For a process that draws nothing itself: prompts no longer put back the global generators as they were,
+    which takes a quarter of their time."""
+    _puts_back[0] = False
 
 
 @contextmanager
@@ -345,14 +217,15 @@ def _guarded_global_random(seed: int) -> Iterator[None]:
     import numpy as np
 
     with _random_lock:
-        states = random.getstate(), np.random.get_state()
+        states = (random.getstate(), np.random.get_state()) if _puts_back[0] else None
         random.seed(seed)
         np.random.seed(seed % 2**32)
         try:
             yield
         finally:
-            random.setstate(states[0])
-            np.random.set_state(states[1])
+            if states is not None:
+                random.setstate(states[0])
+                np.random.set_state(states[1])
 
 
 def item_seed(seed: int, index: int) -> int:

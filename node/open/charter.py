@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-import msgspec
-
 from node.clock import Clock
 from node.config import NodeConfig
+from node.environment.host import TaskHost
+from node.environment.installed import pin
 from node.environment.probe import PAID, probe
-from node.environment.tasks import open_environment, pin
 from node.membership import Membership
+from node.open.policy import open_host
 from node.state.paths import Home, bundled, read_text
 from node.state.stores import write_atomically
 from protocol.annex import MAX_ANNEX_BYTES
@@ -45,12 +45,13 @@ def read_or_found_charter(
 ) -> Charter:
     """The charter of this node's swarm. From rules, `identity` founds the swarm and the charter is written to
     the home; a founder that starts again with the same rules stays in its swarm. Raises CharterError, also
-    where a task of a new swarm pays any text; `warn` hears of one that a constant answers."""
+    where a task of a new swarm pays any text, and SandboxError where one cannot be opened; `warn` hears of
+    one that a constant answers."""
     home = Home(config.home)
     path = _charter_path(config, home)
     with _named(path):
         if path.suffix == ".toml":
-            charter = _founded(identity, read_text(path), home.charter, now_ms, warn)
+            charter = _founded(config, identity, read_text(path), now_ms, warn)
         else:
             charter = decode_charter(path.read_bytes())
     return charter
@@ -85,11 +86,11 @@ def installed_pins(charter: Charter) -> dict[str, str]:
     return {spec.name: pin(spec.name) for spec in charter.environments}
 
 
-def worthless_tasks(charter: Charter) -> Iterator[tuple[bool, str]]:
+def worthless_tasks(host: TaskHost, charter: Charter) -> Iterator[tuple[bool, str]]:
     """Of each task that pays for nothing: whether it may not be in a new swarm, and a sentence with the
-    figures. Blocking. Raises ConfigError for a task that cannot be opened."""
+    figures. Blocking."""
     for spec in charter.environments:
-        paid = probe(open_environment(spec.name, msgspec.json.decode(spec.config)))
+        paid = probe(host, spec.name)
         if paid.pays_anything:
             text = f"pays any text ({paid.senseless:.2f} of 1 for senseless ones on its own questions), so "
             yield (
@@ -144,9 +145,12 @@ def _charter_path(config: NodeConfig, home: Home) -> Path:
         raise CharterError(f"there is no charter at {config.charter!r}, here or in configs/") from None
 
 
-def _founded(identity: Identity, rules: str, kept: Path, now_ms: int, warn: Callable[[str], None]) -> Charter:
-    """The swarm that `identity` founds with `rules`: the one in `kept` if it is this one, so that a founder
-    that starts again stays in its swarm."""
+def _founded(
+    config: NodeConfig, identity: Identity, rules: str, now_ms: int, warn: Callable[[str], None]
+) -> Charter:
+    """The swarm that `identity` founds with `rules`: the one that is kept if it is this one, so that a
+    founder that starts again stays in its swarm."""
+    kept = Home(config.home).charter
     if kept.is_file():
         with contextlib.suppress(CharterError):
             known = decode_charter(kept.read_bytes())
@@ -154,10 +158,11 @@ def _founded(identity: Identity, rules: str, kept: Path, now_ms: int, warn: Call
             if swarm_id(found(identity, rules, known.created_at, pins)) == swarm_id(known):
                 return known
     draft = found(identity, rules, now_ms)
-    for refused, text in worthless_tasks(draft):
-        if refused:
-            raise CharterError(text)
-        warn(text)
+    with open_host(config, draft) as host:
+        for refused, text in worthless_tasks(host, draft):
+            if refused:
+                raise CharterError(text)
+            warn(text)
     charter = found(identity, rules, now_ms, installed_pins(draft))
     write_atomically(kept, charter_bytes(charter))
     return charter

@@ -1,4 +1,4 @@
-"""Everything of a node that takes seconds to make and needs no network: policy, engine, tasks, and trainer.
+"""Everything of a node that takes seconds to make and needs no network: policy, engine, and trainer.
 
     config + charter -> policy -> memory plan -> resolved config -> trainer -> engine -> `Parts`
 
@@ -13,15 +13,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from node.config import NodeConfig
-from node.environment.tasks import Environment
+from node.environment.host import TaskHost
 from node.events import NoticeLevel
 from node.open.engine import NoticeFunction, open_engine
 from node.open.memory import MemoryPlan
-from node.open.policy import open_decoders, open_environments, open_policy
+from node.open.policy import open_decoders, open_policy
 from node.open.settings import memory_plan, resolved, train_settings
 from node.open.trial import try_policy
 from node.rollout.policy import Policy
-from node.sandbox.scorer import Scorer
 from node.state.paths import Home
 from node.verify.tokens import Decode
 from protocol.messages import Charter, Digest, PeerId
@@ -51,10 +50,9 @@ class Parts:
     config: NodeConfig
     """With nothing left open: what really runs."""
     policy: Policy
-    environments: Mapping[str, Environment]
     engine: Engine
-    sandbox: Scorer
-    """Scores answers; whoever made it closes it."""
+    host: TaskHost
+    """Has the charter's tasks; whoever made it closes it."""
     learner: Learner | None
     """None for a follower."""
 
@@ -62,7 +60,7 @@ class Parts:
 def open_parts(
     config: NodeConfig,
     charter: Charter,
-    sandbox: Scorer,
+    host: TaskHost,
     notice: NoticeFunction,
     peer_id: PeerId = "",
 ) -> Parts:
@@ -96,16 +94,14 @@ def open_parts(
             take_recent(learner.trainer, engine, run_dir.recent)
         if config.policy.sharing != "sequential":
             try_policy(policy, engine, learner.trainer if learner is not None else None, notice)
-        environments = open_environments(charter)
     except BaseException:
         engine.close()
         raise
     return Parts(
         config=config,
         policy=policy,
-        environments=environments,
         engine=engine,
-        sandbox=sandbox,
+        host=host,
         learner=learner,
     )
 

@@ -1,21 +1,17 @@
-"""The configured policy, the charter's tasks and tokenizers, and the sandbox that scores answers.
+"""The configured policy, and the charter's tokenizers and tasks.
 
 Everything here blocks and is done once, before the network starts; each failure is one sentence.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import replace
 
 from node.config import NodeConfig
-from node.environment.tasks import Environment, open_environment
 from node.rollout.adapter import AdapterSpec
 from node.rollout.policy import Policy
+from node.sandbox.host import SandboxedHost
 from node.sandbox.records import SandboxLimits
-from node.sandbox.scorer import Scorer
-from node.sandbox.strength import describe
 from node.state.paths import bundled
 from node.verify.tokens import Decode
 from protocol.errors import CharterError, ModelError, SandboxError
@@ -24,10 +20,9 @@ from protocol.messages import Charter, Digest
 __all__ = [
     "adapter_of",
     "open_decoders",
-    "open_environments",
+    "open_host",
     "open_policy",
-    "open_sandbox",
-    "require_strength",
+    "require_fit",
 ]
 
 
@@ -60,36 +55,26 @@ def adapter_of(config: NodeConfig) -> AdapterSpec | None:
     return AdapterSpec(config.policy.lora_rank, config.policy.lora_alpha)
 
 
-def open_environments(charter: Charter) -> dict[str, Environment]:
-    """Every environment of the charter by name. Raises CharterError for one whose prompts differ between
-    machines."""
-    environments = {
-        spec.name: open_environment(spec.name, json.loads(spec.config)) for spec in charter.environments
-    }
-    for name, environment in environments.items():
-        if not environment.reproducible:
-            raise CharterError(
-                f"prompts of {name} depend on Python's hash order, so peers cannot derive them again; "
-                "leave it out of the charter"
-            )
-    return environments
-
-
-def open_sandbox(config: NodeConfig, charter: Charter) -> Scorer:
-    """The scoring sandbox of this charter, not started yet."""
+def open_host(config: NodeConfig, charter: Charter) -> SandboxedHost:
+    """The tasks of this charter behind their walls, not started yet."""
     limits = SandboxLimits(
         cpu_s=max(1, round(config.verify.score_timeout_s)), wall_s=3 * config.verify.score_timeout_s
     )
-    return Scorer(charter.environments, limits, hidden_paths=[str(config.home)])
+    return SandboxedHost(charter.environments, limits, hidden_paths=[str(config.home)])
 
 
-def require_strength(sandbox: Scorer, environments: Mapping[str, Environment]) -> None:
-    """Raise SandboxError when the started `sandbox` is too weak for what the charter asks."""
-    evaluating = [name for name, environment in environments.items() if environment.evaluates_answers]
-    if evaluating and not sandbox.report.may_evaluate:
+def require_fit(host: SandboxedHost) -> None:
+    """Raise CharterError when the started `host` has a task whose prompts differ between machines, and
+    SandboxError when its walls are too weak for one that executes answers."""
+    for name in host.unrepeatable:
+        raise CharterError(
+            f"prompts of {name} depend on Python's hash order, so peers cannot derive them again; "
+            "leave it out of the charter"
+        )
+    if host.evaluating and not host.report.may_evaluate:
         raise SandboxError(
-            f"{evaluating[0]} executes the answers it scores, and the sandbox here is too weak for that "
-            f"({describe(sandbox.report)}); leave that swarm, or run where user namespaces are allowed"
+            f"{host.evaluating[0]} executes the answers it scores, and the sandbox here is too weak for that "
+            f"({host.walls}); leave that swarm, or run where user namespaces are allowed"
         )
 
 

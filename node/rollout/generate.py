@@ -18,13 +18,13 @@ from dataclasses import replace
 import msgspec
 
 from node.config import NodeConfig
+from node.environment.host import HostFailure, ScoredGroup
 from node.membership import Membership
 from node.rollout.engine.base import Engine, GenerationRequest
 from node.rollout.policy import Policy
 from node.rollout.prompts import AssignedPrompt
 from node.rollout.reuse import ReuseBook
-from node.rollout.scoring import OwnScorer, completions_of
-from node.sandbox.scorer import ScoreFailure
+from node.rollout.scoring import OwnScorer, answers_of
 from node.share.accepted import Accepted
 from protocol.charter import sampling
 from protocol.codec import digest, encode
@@ -90,11 +90,11 @@ class Generator:
         began_s = time.monotonic()
         generated = self.engine.generate([self.drafted(*each) for each in requests])
         each_s = (time.monotonic() - began_s) / max(1, len(requests))
-        groups = []
-        for (assigned, _), rollouts in zip(requests, generated, strict=True):
-            with contextlib.suppress(NoGroupError):
-                groups.append(self.complete(assigned, rollouts, at_ms, each_s)[0])
-        return groups
+        complete = [
+            (assigned, rollouts, each_s) for (assigned, _), rollouts in zip(requests, generated, strict=True)
+        ]
+        made = self.complete(complete, at_ms)
+        return [each[0] for each in made if not isinstance(each, NoGroupError)]
 
     def request(self, assigned: AssignedPrompt) -> GenerationRequest:
         """What the engine is asked for. Raises NoGroupError when prompt and answer have no room in it: one
@@ -123,15 +123,35 @@ class Generator:
         return replace(request, prefixes=self.reuse.prefixes(self.engine, assigned.ref.index, request))
 
     def complete(
-        self, assigned: AssignedPrompt, rollouts: Sequence[Rollout], at_ms: int, generate_s: float = 0.0
+        self, groups: Sequence[tuple[AssignedPrompt, Sequence[Rollout], float]], at_ms: int
+    ) -> list[tuple[Accepted, bytes] | NoGroupError]:
+        """Of generated rollouts, and the seconds that they took, the scored group and the bytes that peers
+        get; or why there is none: it could not be scored, or must not be sent. Blocking; scoring many at once
+        costs hardly more than one."""
+        scored = self._scorer.score(
+            [answers_of(assigned.prompt, rollouts) for assigned, rollouts, _ in groups]
+        )
+        made: list[tuple[Accepted, bytes] | NoGroupError] = []
+        for (assigned, rollouts, generate_s), scores in zip(groups, scored, strict=True):
+            try:
+                made.append(self._group(assigned, rollouts, scores, at_ms, generate_s))
+            except NoGroupError as error:
+                made.append(error)
+        return made
+
+    def _group(
+        self,
+        assigned: AssignedPrompt,
+        rollouts: Sequence[Rollout],
+        scored: ScoredGroup | HostFailure,
+        at_ms: int,
+        generate_s: float,
     ) -> tuple[Accepted, bytes]:
-        """The scored group of generated rollouts, and the bytes that peers get. Blocking. Raises NoGroupError
-        when it cannot be scored, or must not be sent."""
         if self.reuse is not None:
             self.reuse.remember(assigned.ref.index, rollouts)
-        rewards = self._scorer.rewards(assigned.prompt, completions_of(rollouts))
-        if isinstance(rewards, ScoreFailure):
-            raise NoGroupError(f"it could not be scored ({rewards.reason})")
+        if isinstance(scored, HostFailure):
+            raise NoGroupError(f"it could not be scored ({scored.reason})")
+        rewards = scored.rewards
         tokens = tuple(map(parse_tokens, rollouts))
         versions = version_span(tokens)
         group = RolloutGroup(

@@ -1,58 +1,66 @@
-"""Scoring of this node's own completions: in process where the text is only compared, else in the sandbox.
+"""Scoring of this node's own completions, by the task host, like everybody's.
 
-A scorer that evaluates the answer is dangerous whoever wrote the answer (a policy trained on strangers' texts
-writes what they wrote), so those environments go to the sandbox. For the others a fork per group would cost
-more than the generation of a tiny policy. Peers' completions never come here: `node/verify/reward.py` always
-uses the sandbox.
+A policy that was trained on strangers' texts writes what they wrote, so its answers are no safer than theirs.
+Peers' groups are scored by `node/verify/reward.py`.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from node.environment.guard import guarded_score
-from node.environment.tasks import Completion, Environment, Prompt
-from node.sandbox.scorer import ScoredGroup, ScoreFailure, Scorer
+from node.environment.host import Answers, HostFailure, ScoredGroup, TaskHost
+from node.environment.records import Completion, Prompt
 from node.transport.limits import FirstTimes
 from protocol.messages import FinishReason, Rollout
 
-__all__ = ["OwnScorer", "completions_of"]
+__all__ = ["OwnScorer", "answers_of"]
 
 
-def completions_of(rollouts: Sequence[Rollout]) -> list[Completion]:
+def answers_of(prompt: Prompt, rollouts: Sequence[Rollout]) -> Answers:
     """What the environment scores of `rollouts`."""
-    return [Completion(text=r.text, finished=r.finish is FinishReason.STOP) for r in rollouts]
+    completions = (Completion(text=r.text, finished=r.finish is FinishReason.STOP) for r in rollouts)
+    return Answers(prompt.environment, prompt.seed, tuple(completions))
 
 
 class OwnScorer:
     """Rewards of own completions. Blocking and thread-safe."""
 
-    def __init__(self, environments: Mapping[str, Environment], sandbox: Scorer) -> None:
-        self._environments = environments
-        self._sandbox = sandbox
+    def __init__(self, host: TaskHost) -> None:
+        self._host = host
         self._first_times = FirstTimes()
         self._faults: deque[str] = deque(maxlen=64)
 
-    def rewards(self, prompt: Prompt, completions: Sequence[Completion]) -> tuple[float, ...] | ScoreFailure:
-        """One reward per completion, or why there are none."""
-        environment = self._environments[prompt.environment]
-        if not environment.evaluates_answers:
-            return tuple(self._scored(environment, prompt, completion) for completion in completions)
-        result = self._sandbox.score(prompt.environment, prompt.seed, prompt.index, completions)
-        return tuple(score.reward for score in result.scores) if isinstance(result, ScoredGroup) else result
+    def score(self, groups: Sequence[Answers]) -> Sequence[ScoredGroup | HostFailure]:
+        """The scores of each group, or why it has none."""
+        made = self._host.score(groups)
+        for group, each in zip(groups, made, strict=True):
+            if isinstance(each, ScoredGroup) and each.fault:
+                self._note(f"{group.environment} cannot score an answer: {each.fault}; it counts as wrong")
+        return made
 
-    def _scored(self, environment: Environment, prompt: Prompt, completion: Completion) -> float:
-        score, fault = guarded_score(environment, prompt, completion)
-        if fault and self._first_times.is_new((environment.name, fault)):
-            self._faults.append(f"{environment.name} cannot score an answer: {fault}; it counts as wrong")
-        return score.reward
+    def rewards(
+        self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]
+    ) -> list[tuple[float, ...]]:
+        """The rewards of some completions of each prompt, zeros where it has none (held-out evaluation)."""
+        groups = [
+            Answers(prompt.environment, prompt.seed, tuple(each))
+            for prompt, each in zip(prompts, completions, strict=True)
+        ]
+        rewards = []
+        for group, each in zip(groups, self.score(groups), strict=True):
+            if isinstance(each, HostFailure):
+                said = f"{each.reason}: {each.detail}"
+                self._note(f"{group.environment} gave no score of an answer ({said}); it counts as wrong")
+                rewards.append((0.0,) * len(group.completions))
+            else:
+                rewards.append(each.rewards)
+        return rewards
+
+    def _note(self, fault: str) -> None:
+        if self._first_times.is_new(fault):
+            self._faults.append(fault)
 
     def take_faults(self) -> list[str]:
         """What tasks did that they must not, each kind once; empty the second time."""
         return [self._faults.popleft() for _ in range(len(self._faults))]
-
-    def reward(self, prompt: Prompt, completion: Completion) -> float:
-        """The reward of one completion; 0.0 where it could not be scored (held-out evaluation)."""
-        result = self.rewards(prompt, [completion])
-        return 0.0 if isinstance(result, ScoreFailure) else result[0]

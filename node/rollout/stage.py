@@ -201,32 +201,37 @@ class RolloutStage:
     # --- complete groups -----------------------------------------------------------------------------------
 
     async def _finish(self, generator: Generator, complete: asyncio.Queue[_Complete]) -> None:
-        """Score and hand on."""
+        """Score and hand on: what is complete at once is scored together."""
         while True:
-            assigned, rollouts, generate_s = await complete.get()
+            groups = [await complete.get()]
+            while not complete.empty():
+                groups.append(complete.get_nowait())
             at_ms = self._runtime.now_ms()
-            try:
-                with self.gauge.working():
-                    accepted, body = await self._runtime.run(
-                        Lane.SCORE, generator.complete, assigned, rollouts, at_ms, generate_s
-                    )
-                for fault in generator.take_faults():
-                    self._runtime.notice(NoticeLevel.WARNING, fault)
-            except NoGroupError as error:
-                self._tell(assigned, f"dropped: {error}")
-                self._admission.finished(accepted=0, dropped=1)
-            else:
-                self._runtime.emit(_judged(accepted, at=self._runtime.now_ms()))
-                with self.gauge.waiting("room in queue"):
-                    await self._out.put(accepted)
-                self._admission.finished(accepted=1)
-                if generator.too_old(assigned.ref):
-                    self.unshared += 1
-                    self._tell(assigned, "not shared: it took longer than peers accept")
+            with self.gauge.working():
+                made = await self._runtime.run(Lane.SCORE, generator.complete, groups, at_ms)
+            for fault in generator.take_faults():
+                self._runtime.notice(NoticeLevel.WARNING, fault)
+            for (assigned, _, _), group in zip(groups, made, strict=True):
+                if isinstance(group, NoGroupError):
+                    self._tell(assigned, f"dropped: {group}")
+                    self._admission.finished(accepted=0, dropped=1)
                 else:
-                    with self.gauge.waiting("the network"):
-                        await self._publish(accepted, body)
-            complete.task_done()
+                    await self._hand_on(generator, assigned, *group)
+                complete.task_done()
+
+    async def _hand_on(
+        self, generator: Generator, assigned: AssignedPrompt, accepted: Accepted, body: bytes
+    ) -> None:
+        self._runtime.emit(_judged(accepted, at=self._runtime.now_ms()))
+        with self.gauge.waiting("room in queue"):
+            await self._out.put(accepted)
+        self._admission.finished(accepted=1)
+        if generator.too_old(assigned.ref):
+            self.unshared += 1
+            self._tell(assigned, "not shared: it took longer than peers accept")
+        else:
+            with self.gauge.waiting("the network"):
+                await self._publish(accepted, body)
 
     def _tell(self, assigned: AssignedPrompt, what: str) -> None:
         """Once per task and reason, until MAX_TOLD."""

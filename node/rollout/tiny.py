@@ -22,13 +22,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
-from node.environment.tasks import (
-    DEMO_ENVIRONMENTS,
-    Completion,
-    Environment,
-    Prompt,
-    open_environment,
-)
+from node.environment.installed import DEMO_ENVIRONMENTS
+from node.environment.records import Completion, Environment, Prompt
+from node.environment.tasks import open_environment
 from protocol.errors import ConfigError
 from protocol.messages import EnvironmentSpec
 from protocol.prompts import is_held_out

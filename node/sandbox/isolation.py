@@ -160,14 +160,12 @@ def _locked_flags(target: str) -> int:
     return linux.MS_NOSUID | sum(flag for seen, flag in pairs if current & seen)
 
 
-def lock_down(view: Sequence[str], limits: SandboxLimits, *, own_root: bool) -> list[str]:
+def lock_down(view: Sequence[str], *, own_root: bool) -> list[str]:
     """Give up root and capabilities, for good. Returns what could not be given up, as sentences.
 
     `own_root`: the process sees only `view`, so an ordinary user can reach all of it.
     """
     missing: list[str] = []
-    with contextlib.suppress(OSError):
-        os.nice(limits.niceness)
     if os.geteuid() == 0:
         if own_root or all(_others_may_read(path) for path in view):
             try:
@@ -211,7 +209,9 @@ def limit_fork(limits: SandboxLimits, base_bytes: int, seccomp_filter: bytes | N
         wanted = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(kind, (wanted, wanted))
     # SIGXCPU at the soft limit tells a timeout from other deaths; at the hard limit it would be SIGKILL.
-    resource.setrlimit(resource.RLIMIT_CPU, (limits.cpu_s, limits.cpu_s + 1))
+    # The hard one leaves room for the answer; whoever forked lowers it once the environment's part is done.
+    hard_s = limits.derive_cpu_s + limits.cpu_s + 2
+    resource.setrlimit(resource.RLIMIT_CPU, (limits.derive_cpu_s, hard_s))
     signal.signal(signal.SIGXCPU, signal.SIG_DFL)
     if seccomp_filter is not None:
         linux.set_seccomp_filter(seccomp_filter)

@@ -18,7 +18,7 @@ from itertools import chain, zip_longest
 from statistics import fmean
 
 from node.compute import Lane
-from node.environment.tasks import Completion, Prompt
+from node.environment.records import Completion, Prompt
 from node.events import Evaluated
 from node.rollout.engine.base import Engine, GenerationRequest
 from node.rollout.policy import Policy
@@ -30,6 +30,9 @@ from protocol.messages import FinishReason, Sampling
 __all__ = ["EvaluationReport", "Evaluator", "HeldOut", "evaluate"]
 
 EXACT = 1.0 - 1e-6
+
+Score = Callable[[Sequence[Prompt], Sequence[Sequence[Completion]]], Sequence[Sequence[float]]]
+"""The rewards of completions of each prompt."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ def evaluate(
     engine: Engine,
     policy: Policy,
     prompts: Sequence[Prompt],
-    score: Callable[[Prompt, Completion], float],
+    score: Score,
     *,
     max_new_tokens: int,
     batch_prompts: int = 128,
@@ -58,16 +61,14 @@ def evaluate(
     if not prompts:
         raise ValueError("an evaluation needs at least one prompt")
     began_s = time.perf_counter()
-    accuracies = []
-    for greedy in (False, True):
-        right: dict[str, list[bool]] = {}
-        rewards = _rewards(
-            engine, policy, prompts, score, max_new_tokens, greedy=greedy, batch_prompts=batch_prompts
-        )
-        for prompt, reward in zip(prompts, rewards, strict=True):
-            right.setdefault(prompt.environment, []).append(reward >= EXACT)
-        accuracies.append({task: fmean(answers) for task, answers in sorted(right.items())})
-    sampled_tasks, greedy_tasks = accuracies
+    sampled, best = (
+        _answers(engine, policy, prompts, max_new_tokens, greedy=greedy, batch_prompts=batch_prompts)
+        for greedy in (False, True)
+    )
+    rewards = _rewards(prompts, list(zip(sampled, best, strict=True)), score)
+    sampled_tasks, greedy_tasks = (
+        _accuracies(prompts, [pair[which] for pair in rewards]) for which in (0, 1)
+    )
     return EvaluationReport(
         policy_version=engine.policy_version,
         prompts=len(prompts),
@@ -79,30 +80,43 @@ def evaluate(
     )
 
 
+def _accuracies(prompts: Sequence[Prompt], rewards: Sequence[float]) -> dict[str, float]:
+    right: dict[str, list[bool]] = {}
+    for prompt, reward in zip(prompts, rewards, strict=True):
+        right.setdefault(prompt.environment, []).append(reward >= EXACT)
+    return {task: fmean(answers) for task, answers in sorted(right.items())}
+
+
 def _rewards(
+    prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]], score: Score
+) -> list[tuple[float, ...]]:
+    """Of completions of each prompt; 0.0 for what did not end."""
+    return [
+        tuple(reward if each.finished else 0.0 for reward, each in zip(scored, group, strict=True))
+        for scored, group in zip(score(prompts, completions), completions, strict=True)
+    ]
+
+
+def _answers(
     engine: Engine,
     policy: Policy,
     prompts: Sequence[Prompt],
-    score: Callable[[Prompt, Completion], float],
     max_new_tokens: int,
     *,
     greedy: bool = False,
     batch_prompts: int = 128,
-) -> list[float]:
-    """Of one answer to each prompt, drawn by the prompt's seed; 0.0 for what did not end."""
+) -> list[Completion]:
+    """One answer to each prompt, drawn by the prompt's seed."""
     sampling = Sampling(max_new_tokens=max_new_tokens)
     requests = [
         GenerationRequest(tuple(policy.encode_prompt(prompt.text)), 1, prompt.seed, sampling)
         for prompt in prompts
     ]
-    rewards = []
+    answers: list[Completion] = []
     for first in range(0, len(prompts), batch_prompts):
-        chunk = slice(first, first + batch_prompts)
-        answers = engine.generate(requests[chunk], greedy=greedy)
-        for prompt, (rollout,) in zip(prompts[chunk], answers, strict=True):
-            finished = rollout.finish is FinishReason.STOP
-            rewards.append(score(prompt, Completion(rollout.text, finished)) if finished else 0.0)
-    return rewards
+        for (rollout,) in engine.generate(requests[first : first + batch_prompts], greedy=greedy):
+            answers.append(Completion(rollout.text, rollout.finish is FinishReason.STOP))
+    return answers
 
 
 class HeldOut:
@@ -113,7 +127,7 @@ class HeldOut:
         engine: Engine,
         policy: Policy,
         universe: Universe,
-        score: Callable[[Prompt, Completion], float],
+        score: Score,
         *,
         per_task: int,
         max_new_tokens: int,
@@ -140,7 +154,8 @@ class HeldOut:
         probe = self._probes.get(prompts)
         if probe is None:
             probe = self._probes[prompts] = self._beyond_evaluation(prompts)
-        return _rewards(self._engine, self._policy, probe, self._score, self._max_new_tokens)
+        answers = _answers(self._engine, self._policy, probe, self._max_new_tokens)
+        return [reward for (reward,) in _rewards(probe, [(each,) for each in answers], self._score)]
 
     def _beyond_evaluation(self, prompts: int) -> list[Prompt]:
         per_task = math.ceil(prompts / len(self._universe.held_out(0)))

@@ -18,11 +18,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from node.environment.tasks import Prompt
+from node.environment.host import TaskHost
+from node.environment.records import Prompt
 from node.events import CheckCount, CheckOutcome
 from node.membership import Membership
 from node.peers.book import PeerBook
-from node.sandbox.scorer import Scorer
 from node.share.accepted import Accepted
 from node.share.heard import Candidate, Heard
 from node.verify.base import ACCEPT, Check, Decision, Item, Judgement, Verdict, reject
@@ -89,7 +89,7 @@ class Verifier:
         membership: Membership,
         peers: PeerBook,
         item_at: Callable[[int], Prompt],
-        scorer: Scorer,
+        host: TaskHost,
         decoders: Mapping[Digest, Decode],
         *,
         own: OwnPolicy | None = None,
@@ -124,7 +124,7 @@ class Verifier:
             PromptDerivation(item_at),
             Tokens(charter, decoders),
             PrefixConsistency(),
-            Reward(item_at, scorer),
+            Reward(item_at, host),
         )
         if own is not None:
             plausibility = Plausibility(charter.rules, charter.max_new_tokens, own.policy, own.engine)

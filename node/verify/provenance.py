@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from node.environment.tasks import Prompt
+from node.environment.records import Prompt
 from node.share.heard import Heard
 from node.verify.base import ACCEPT, Item, Verdict, reject, suspect
 from node.verify.ledger import Ledger

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from node.environment.tasks import Prompt
-from node.rollout.scoring import completions_of
-from node.sandbox.scorer import ScoreFailure, Scorer
+from node.environment.host import HostFailure, TaskHost
+from node.environment.records import Prompt
+from node.rollout.scoring import answers_of
 from node.verify.base import ACCEPT, Item, Verdict, reject, same_values
 
 __all__ = ["Reward"]
@@ -25,18 +25,17 @@ class Reward:
 
     name = "reward"
 
-    def __init__(self, item_at: Callable[[int], Prompt], scorer: Scorer) -> None:
+    def __init__(self, item_at: Callable[[int], Prompt], host: TaskHost) -> None:
         self._item_at = item_at
-        self._scorer = scorer
+        self._host = host
 
     def check(self, item: Item) -> Verdict:
         """See `Check.check`."""
         prompt = self._item_at(item.group.prompt.index)
-        completions = completions_of(item.group.rollouts)
-        outcome = self._scorer.score(prompt.environment, prompt.seed, prompt.index, completions)
-        if isinstance(outcome, ScoreFailure):
+        (outcome,) = self._host.score([answers_of(prompt, item.group.rollouts)], strangers=True)
+        if isinstance(outcome, HostFailure):
             return reject(f"scorer_{outcome.reason}", blames_author=outcome.reason.is_authors_fault)
-        rewards = tuple(score.reward for score in outcome.scores)
+        rewards = outcome.rewards
         if not same_values(rewards, item.announcement.rewards, ROUNDING):
             return replace(reject("false_reward"), rewards=rewards)
         return replace(ACCEPT, rewards=rewards)

@@ -243,10 +243,13 @@ def check_windows(home: Home, now_ms: int) -> Finding:
 def check_tasks(config: NodeConfig) -> Finding:
     """The charter's tasks can be opened, and pay for nothing but answers."""
     from node.open.charter import inspect_charter, worthless_tasks
+    from node.open.policy import open_host, require_fit
 
     try:
         _, charter = inspect_charter(config)
-        found = list(worthless_tasks(charter))
+        with open_host(config, charter) as host:
+            require_fit(host)
+            found = list(worthless_tasks(host, charter))
     except SwarmError as error:
         return Finding("tasks", False, str(error), "swarm config show; ask who founded the swarm")
     refused = [text for worthless, text in found if worthless]
@@ -361,12 +364,11 @@ def check_memory(config: NodeConfig) -> Finding:
 
 def check_sandbox() -> Finding:
     """A scoring process starts behind its walls; says how strong they are."""
-    from node.sandbox.scorer import Scorer
-    from node.sandbox.strength import describe
+    from node.sandbox.host import SandboxedHost
 
     try:
-        with Scorer([]) as scorer:
-            return Finding("sandbox", True, describe(scorer.report))
+        with SandboxedHost([]) as host:
+            return Finding("sandbox", True, host.walls)
     except SwarmError as error:
         return Finding("sandbox", False, str(error), "run where user namespaces or seccomp are allowed")
 

@@ -27,7 +27,7 @@ from node.membership import Membership
 from node.network import Network
 from node.open.charter import read_or_found_charter
 from node.open.parts import open_parts
-from node.open.policy import open_sandbox
+from node.open.policy import open_host
 from node.open.stores import memory_stores
 from node.roles import Common
 from node.rollout.prompts import AssignedPrompt
@@ -134,8 +134,8 @@ async def _run(config: NodeConfig) -> None:
     )
     try:
         config = config.model_copy(update={"role": "follower"})  # it trains nothing
-        with open_sandbox(config, membership.charter) as sandbox:
-            parts = open_parts(config, membership.charter, sandbox, _log_notice, identity.peer_id)
+        with open_host(config, membership.charter) as host:
+            parts = open_parts(config, membership.charter, host, _log_notice, identity.peer_id)
             with contextlib.closing(parts.engine):
                 runtime = Runtime(clock, ThreadCompute(), EventBus(), random.Random(config.seed))
                 stores = memory_stores(clock.now_ms())

@@ -17,15 +17,15 @@ import torch
 
 from node.clock import VirtualClock, run_virtual
 from node.compute import InlineCompute, Lane
+from node.environment.host import TaskHost
 from node.events import Event, EventBus, NoticeLevel
 from node.membership import Membership
 from node.node import Node, open_node
 from node.open.charter import installed_pins, read_or_found_charter
 from node.open.parts import open_parts
-from node.open.policy import open_environments, open_sandbox, require_strength
+from node.open.policy import open_host, require_fit
 from node.open.stores import memory_stores
 from node.runtime import Runtime
-from node.sandbox.scorer import Scorer
 from node.supervise import sole_cause
 from node.telemetry import JsonlSink
 from node.transport.links import LINKS
@@ -69,10 +69,9 @@ async def _simulate(plan: DemoPlan, show: Callable[[str, Event], None]) -> None:
     first = plan.nodes[0]
     charter = read_or_found_charter(first.config, first.identity, clock.now_ms())
     with contextlib.ExitStack() as stack:
-        sandbox = stack.enter_context(contextlib.closing(open_sandbox(first.config, charter)))
-        sandbox.start()
-        require_strength(sandbox, open_environments(charter))
-        swarm = _Swarm(charter, sandbox, MemoryNetwork(plan.options.seed, LINKS["home"], clock), stack, show)
+        host = stack.enter_context(open_host(first.config, charter))
+        require_fit(host)
+        swarm = _Swarm(charter, host, MemoryNetwork(plan.options.seed, LINKS["home"], clock), stack, show)
         nodes = [await swarm.add(planned, clock) for planned in (*plan.honest, *plan.followers)]
         async with asyncio.TaskGroup() as group:
             for node in nodes:
@@ -94,7 +93,7 @@ class _Swarm:
     """What the nodes of a simulation share."""
 
     charter: Charter
-    sandbox: Scorer
+    host: TaskHost
     network: MemoryNetwork
     stack: contextlib.ExitStack
     """Closes what the nodes leave open."""
@@ -113,7 +112,7 @@ class _Swarm:
             if level != NoticeLevel.INFO:  # the memory plan: two runs of one seed need not share it
                 runtime.notice(level, text)
 
-        parts = open_parts(planned.config, self.charter, self.sandbox, notice)
+        parts = open_parts(planned.config, self.charter, self.host, notice)
         self.stack.callback(parts.engine.close)
         membership = Membership(planned.identity, self.charter, clock, pins=installed_pins(self.charter))
         transport = None

@@ -13,7 +13,7 @@ import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -25,11 +25,10 @@ from node.events import GroupJudged, Health, NodeStopped, PeersSeen, StepDone
 from node.membership import Membership
 from node.rollout.engine.base import GenerationRequest
 from node.rollout.engine.transformers import TransformersEngine
-from node.rollout.generate import Generator
+from node.rollout.generate import Generator, NoGroupError
 from node.rollout.policy import Policy
 from node.rollout.prompts import AssignedPrompt, Universe
 from node.rollout.scoring import OwnScorer
-from node.sandbox.scorer import Scorer
 from node.transport.base import Stream
 from node.transport.memory import MemoryTransport
 from protocol.codec import digest, encode
@@ -58,7 +57,7 @@ from protocol.topics import (
     announcement_topic,
 )
 from tests.node.pushing import push
-from tests.node.toy import TASK, Toy, ToyEnvironment, ToySwarm
+from tests.node.toy import Toy, ToySwarm
 from tests.node.verify.world import identity
 from tests.rollouts import changed
 
@@ -79,14 +78,14 @@ class Mallory:
         self.peer_id = self.identity.peer_id
         self.policy = policy
         self.engine = TransformersEngine(policy)
-        self.universe = Universe(swarm.swarm_id, swarm.charter, {TASK: ToyEnvironment()})
+        self.universe = Universe(swarm.swarm_id, swarm.charter, swarm.tasks)
         self.lineage = Lineage(self.peer_id, policy.base_model, policy.tokenizer_digest)
         self.generator = Generator(
             Membership(self.identity, swarm.charter, swarm.clock),
             self.lineage,
             policy,
             self.engine,
-            OwnScorer({TASK: ToyEnvironment()}, cast("Scorer", swarm.sandbox)),
+            OwnScorer(swarm.tasks),
             swarm.config("mallory"),
         )
         self.bodies: dict[str, bytes] = {}
@@ -118,7 +117,9 @@ class Mallory:
         for seed in itertools.count():
             request = GenerationRequest(tuple(self.policy.encode_prompt(prompt.text)), 4, seed, sampling)
             (rollouts,) = self.engine.generate([request])
-            own, _ = self.generator.complete(assigned, rollouts, at_ms=0)
+            (made,) = self.generator.complete([(assigned, rollouts, 0.0)], at_ms=0)
+            assert not isinstance(made, NoGroupError)
+            own, _ = made
             if len(set(own.rewards)) > 1:
                 return own.group
         raise AssertionError

@@ -14,7 +14,7 @@ import socket
 import string
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,13 @@ import numpy as np
 import psutil
 import pytest
 
-from node.environment.tasks import DEMO_ENVIRONMENTS, open_environment
+from node.environment.host import Answers, HostFailure, ScoredGroup, TrustedHost
+from node.environment.installed import DEMO_ENVIRONMENTS
+from node.environment.records import Environment
+from node.environment.tasks import open_environment
 from node.rollout.prompts import Universe
+from node.sandbox.host import SandboxedHost
 from node.sandbox.records import Layer, SandboxLimits
-from node.sandbox.scorer import ScoredGroup, ScoreFailure, Scorer
 from node.share.heard import Candidate
 from node.verify.base import Judgement
 from node.verify.pipeline import Verifier
@@ -86,27 +89,28 @@ SWARM_ID = swarm_id(CHARTER)
 
 
 @functools.cache
-def universe() -> Universe:
+def environments() -> dict[str, Environment]:
     specs = CHARTER.environments
-    return Universe(
-        SWARM_ID,
-        CHARTER,
-        {spec.name: open_environment(spec.name, msgspec.json.decode(spec.config)) for spec in specs},
-    )
+    return {spec.name: open_environment(spec.name, msgspec.json.decode(spec.config)) for spec in specs}
+
+
+@functools.cache
+def universe() -> Universe:
+    return Universe(SWARM_ID, CHARTER, TrustedHost(environments()))
 
 
 @pytest.fixture(scope="module")
-def scorer() -> Iterator[Scorer]:
-    with Scorer(CHARTER.environments) as running:
+def scorer() -> Iterator[SandboxedHost]:
+    with SandboxedHost(CHARTER.environments) as running:
         yield running
 
 
 @pytest.fixture
-def verifier(scorer: Scorer) -> Verifier:
+def verifier(scorer: SandboxedHost) -> Verifier:
     return make_verifier(scorer)
 
 
-def make_verifier(scorer: Scorer, *, enabled: bool = True) -> Verifier:
+def make_verifier(scorer: Any, *, enabled: bool = True) -> Verifier:
     return Verifier(
         *make_peers(make_runtime(FixedClock(EPOCH_MS)), identity("node"), CHARTER),
         universe().item,
@@ -138,7 +142,7 @@ def honest(author: PeerId, slot: int, environment: str = "") -> RolloutGroup:
     while environment and universe().item(derived[slot]).environment != environment:
         slot += 1
     item = universe().item(derived[slot])
-    right = str(item.entry["answer"])
+    right = str(environments()[item.environment].prompt(item.seed, 0).entry["answer"])
     letters = random.Random(f"{author} {slot}").sample(string.ascii_letters, 4)
     wrong = [f"{right}{letter}" for letter in letters]
     texts = [right if place % 2 else wrong[place // 2] for place in range(CHARTER.group_size)]
@@ -228,17 +232,17 @@ WALLS = {"everything": tuple(Layer), "walls alone": tuple(set(Layer) - {Layer.DE
 
 
 @pytest.fixture(scope="module")
-def sandboxes() -> Iterator[dict[str, Scorer]]:
+def sandboxes() -> Iterator[dict[str, SandboxedHost]]:
     """Behind all layers the answer is refused before it runs; behind the walls alone it does run."""
     with contextlib.ExitStack() as stack:
         yield {
-            name: stack.enter_context(Scorer(CHARTER.environments, LIMITS, layers=layers))
+            name: stack.enter_context(SandboxedHost(CHARTER.environments, LIMITS, layers=layers))
             for name, layers in WALLS.items()
         }
 
 
 @pytest.fixture(params=WALLS)
-def sandbox(request: pytest.FixtureRequest, sandboxes: dict[str, Scorer]) -> Scorer:
+def sandbox(request: pytest.FixtureRequest, sandboxes: dict[str, SandboxedHost]) -> SandboxedHost:
     found = sandboxes[request.param]
     if not found.report.may_evaluate:
         pytest.skip(f"this machine refuses tasks that evaluate answers: {found.report.missing}")
@@ -248,16 +252,20 @@ def sandbox(request: pytest.FixtureRequest, sandboxes: dict[str, Scorer]) -> Sco
 class Overheard:
     """The real sandbox; `last` is what it said."""
 
-    def __init__(self, sandbox: Scorer) -> None:
+    def __init__(self, sandbox: SandboxedHost) -> None:
         self._sandbox = sandbox
-        self.last: ScoredGroup | ScoreFailure | None = None
+        self.last: ScoredGroup | HostFailure | None = None
 
-    def score(self, *group: Any) -> ScoredGroup | ScoreFailure:
-        self.last = self._sandbox.score(*group)
-        return self.last
+    def score(
+        self, groups: Sequence[Answers], *, strangers: bool = False
+    ) -> Sequence[ScoredGroup | HostFailure]:
+        assert strangers
+        said = self._sandbox.score(groups, strangers=strangers)
+        self.last = said[0]
+        return said
 
 
-def attack(sandbox: Scorer, source: str) -> None:
+def attack(sandbox: SandboxedHost, source: str) -> None:
     """Judge an answer that runs `source` and then exits with status 42; where it fails, with 7. So it never
     scores as a merely wrong answer, and a wall that gave way would be seen."""
     program = f"import os\ntry: {source}\nexcept BaseException: os._exit(7)\nos._exit(42)"
@@ -267,7 +275,7 @@ def attack(sandbox: Scorer, source: str) -> None:
         assert reason == "scorer_forbidden"
 
 
-def judge_answer(sandbox: Scorer, answer: str) -> tuple[str, ScoreFailure]:
+def judge_answer(sandbox: SandboxedHost, answer: str) -> tuple[str, HostFailure]:
     """The reason for refusing a group with this answer; an honest group on the same task is then accepted."""
     overheard = Overheard(sandbox)
     verifier = make_verifier(overheard)
@@ -278,7 +286,7 @@ def judge_answer(sandbox: Scorer, answer: str) -> tuple[str, ScoreFailure]:
     assert judgement.checks[-1].check == "reward"
     assert judgement.reason in {"scorer_forbidden", "scorer_crashed", "scorer_timeout"}
     said = overheard.last
-    assert isinstance(said, ScoreFailure)
+    assert isinstance(said, HostFailure)
     after = honest(ALICE, 0, COUNTDOWN)
     accepted = verifier.judge(candidate(after))
     assert accepted.accepted

@@ -281,8 +281,8 @@ def test_profiles_need_nothing_else(name: str, tmp_path: Path) -> None:
 
 
 def test_the_charter_of_smollm2_fits_the_model_that_is_got() -> None:
+    from node.environment.tasks import open_environment
     from node.known_models import KNOWN_MODELS
-    from node.open.policy import open_environments
     from protocol.charter import found
     from protocol.identity import Identity
 
@@ -290,7 +290,8 @@ def test_the_charter_of_smollm2_fits_the_model_that_is_got() -> None:
     charter = found(Identity.generate(), rules, 0)
     (tokenizer,) = charter.tokenizers
     assert tokenizer.digest == KNOWN_MODELS["smollm2-135m"].sha256["tokenizer.json"]
-    for environment in open_environments(charter).values():
+    for spec in charter.environments:
+        environment = open_environment(spec.name, json.loads(spec.config))
         assert environment.prompt(1, 1).text.endswith("Reply with the final answer only.")
         assert not environment.evaluates_answers
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
 
 import pytest
 
 from node.clock import run_virtual
-from node.environment.tasks import Completion, Prompt, Score
+from node.environment.records import Completion, Prompt, Score
 from node.events import GroupJudged, Notice, PeersSeen, PeerStatus
 from node.open.parts import Parts
 from node.rollout.policy import Policy
-from node.sandbox.scorer import ScoredGroup, ScoreFailure, Scorer
-from tests.node.toy import TASK, Toy, ToyEnvironment, ToySandbox, ToySwarm
+from tests.node.toy import TASK, Toy, ToyEnvironment, ToyHost, ToySwarm
 
 
 class NewerEnvironment(ToyEnvironment):
@@ -25,19 +23,8 @@ class NewerEnvironment(ToyEnvironment):
         return Score(float(len(completion.text) % 2 == 0), ())
 
 
-class NewerSandbox(ToySandbox):
-    def score(
-        self, environment: str, seed: int, index: int, completions: Sequence[Completion]
-    ) -> ScoredGroup | ScoreFailure:
-        task = NewerEnvironment()
-        prompt = task.prompt(seed, index)
-        return ScoredGroup(tuple(task.score(prompt, completion) for completion in completions))
-
-
 def newer(parts: Parts) -> Parts:
-    return dataclasses.replace(
-        parts, environments={TASK: NewerEnvironment()}, sandbox=cast("Scorer", NewerSandbox())
-    )
+    return dataclasses.replace(parts, host=ToyHost(NewerEnvironment()))
 
 
 def seen(toy: Toy, other: Toy) -> PeerStatus:

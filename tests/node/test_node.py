@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 from node.clock import run_virtual
 from node.compute import ThreadCompute
-from node.environment.tasks import Prompt
+from node.environment.records import Prompt
 from node.events import (
     Evaluated,
     GroupJudged,
@@ -42,7 +42,7 @@ from node.train.checkpoint import resume
 from node.weight.groups import OWN_SOURCE
 from protocol.errors import ModelError, OurFault
 from protocol.replay import ReplayCache
-from tests.node.toy import COSTS_S, TASK, Toy, ToyEnvironment, ToySwarm, ToyTrouble
+from tests.node.toy import COSTS_S, TASK, Toy, ToyEnvironment, ToyHost, ToySwarm, ToyTrouble
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compiled_delta")]
 SLOW_TRAINING = COSTS_S | {"train": 0.8}
@@ -541,7 +541,7 @@ def test_a_policy_that_no_prompt_fits_is_refused_at_the_first_evaluation(
     async def main() -> None:
         async with ToySwarm(tmp_path, policies) as swarm:
             toy = await swarm.add(
-                "alice", change=lambda parts: dataclasses.replace(parts, environments={TASK: Long()})
+                "alice", change=lambda parts: dataclasses.replace(parts, host=ToyHost(Long()))
             )
             assert Long.derived == 0  # seconds of work, and the network is up when a node is made
             with pytest.raises(ModelError, match="within the 128 that the engine takes"):

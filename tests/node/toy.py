@@ -12,12 +12,13 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from node.clock import VirtualClock
 from node.compute import Compute, InlineCompute
 from node.config import NodeConfig, load_config
-from node.environment.tasks import Completion, Prompt, Score
+from node.environment.host import Answers, FailureReason, HostFailure, ScoredGroup, TrustedHost
+from node.environment.records import Completion, Environment, Prompt, Score
 from node.events import Event, EventBus
 from node.membership import Membership
 from node.node import Node, open_node
@@ -26,8 +27,6 @@ from node.open.stores import Stores, memory_stores
 from node.rollout.engine.transformers import TransformersEngine
 from node.rollout.policy import Policy
 from node.runtime import Runtime
-from node.sandbox.scorer import FailureReason, ScoredGroup, ScoreFailure, Scorer
-from node.sandbox.strength import SandboxReport, SandboxStrength
 from node.train.settings import TrainSettings
 from node.train.step import Trainer
 from node.transport.links import LINKS
@@ -43,7 +42,7 @@ __all__ = [
     "TASK",
     "Toy",
     "ToyEnvironment",
-    "ToySandbox",
+    "ToyHost",
     "ToySwarm",
     "ToyTrouble",
     "make_charter",
@@ -74,25 +73,20 @@ class ToyEnvironment:
         return Score(float(len(completion.text) % 2), ())
 
 
-class ToySandbox:
-    """Scores in process; `failure` makes it fail as told."""
+class ToyHost(TrustedHost):
+    """Runs the toy task, or another one of its name, right here; `failure` makes scoring fail as told."""
 
-    report = SandboxReport(SandboxStrength.STRONG, (), (), (), ())
-    restarts = 0
-
-    def __init__(self) -> None:
+    def __init__(self, environment: Environment | None = None) -> None:
+        super().__init__({TASK: environment or ToyEnvironment()})
         self.failure: FailureReason | None = None
-        self.calls = 0
 
     def score(
-        self, environment: str, seed: int, index: int, completions: Sequence[Completion]
-    ) -> ScoredGroup | ScoreFailure:
-        self.calls += 1
+        self, groups: Sequence[Answers], *, strangers: bool = False
+    ) -> Sequence[ScoredGroup | HostFailure]:
+        """See `TaskHost.score`."""
         if self.failure is not None:
-            return ScoreFailure(self.failure, "as told")
-        task = ToyEnvironment()
-        prompt = task.prompt(seed, index)
-        return ScoredGroup(tuple(task.score(prompt, completion) for completion in completions))
+            return [HostFailure(self.failure, "as told")] * len(groups)
+        return super().score(groups, strangers=strangers)
 
 
 def make_charter(policies: Sequence[Policy], created_at: int, **rules: Any) -> Charter:
@@ -178,7 +172,7 @@ class ToySwarm:
         self.costs_s = costs_s
         self.charter = make_charter(policies, self.clock.now_ms(), **rules)
         self.swarm_id = swarm_id(self.charter)
-        self.sandbox = ToySandbox()
+        self.tasks = ToyHost()
         self.toys: list[Toy] = []
 
     async def __aenter__(self) -> ToySwarm:
@@ -261,9 +255,8 @@ class ToySwarm:
         return Parts(
             config=config,
             policy=policy,
-            environments={TASK: ToyEnvironment()},
             engine=TransformersEngine(policy),
-            sandbox=cast("Scorer", self.sandbox),
+            host=self.tasks,
             learner=learner,
         )
 

@@ -12,13 +12,9 @@ import functools
 import json
 from dataclasses import dataclass, field
 
-from node.environment.tasks import (
-    DEMO_ENVIRONMENTS,
-    Completion,
-    Environment,
-    Prompt,
-    open_environment,
-)
+from node.environment.installed import DEMO_ENVIRONMENTS
+from node.environment.records import Completion, Environment, Prompt
+from node.environment.tasks import open_environment
 from protocol.errors import OurFault
 from protocol.prompts import is_held_out
 

@@ -19,23 +19,16 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from node.environment.host import ScoredGroup
+from node.environment.installed import DEMO_ENVIRONMENTS, ENTRY_POINT_GROUP, pin
+from node.environment.records import Completion, Environment, Prompt
 from node.environment.scan import evaluates_answers, reaches_evaluator
-from node.environment.tasks import (
-    DEMO_ENVIRONMENTS,
-    ENTRY_POINT_GROUP,
-    Completion,
-    Environment,
-    Prompt,
-    ReasoningGymEnvironment,
-    item_seed,
-    open_environment,
-    pin,
-    reasoning_gym_tasks,
-)
+from node.environment.tasks import ReasoningGymEnvironment, item_seed, open_environment, reasoning_gym_tasks
 from protocol.charter import canonical_json
 from protocol.errors import ConfigError
 from protocol.messages import EnvironmentSpec
 from protocol.prompts import is_held_out
+from tests.asking import scored
 
 ROOT = Path(__file__).parents[3]
 DEMO_NAMES = [spec.name for spec in DEMO_ENVIRONMENTS]
@@ -340,7 +333,7 @@ def test_whole_changes_nothing() -> None:
 )
 def test_only_the_answer_is_scored(rule: str, form: str) -> None:
     environment = open_environment("reasoning_gym/chain_sum", SUM | {"answer": rule})
-    prompt = environment.prompt(3, 1)
+    prompt = environment.prompt(3, 0)
     right = int(prompt.entry["answer"])
     assert environment.score(prompt, Completion(form.format(right), finished=True)).reward == 1.0
     assert environment.score(prompt, Completion(form.format(right + 1), finished=True)).reward == 0.0
@@ -383,11 +376,11 @@ def test_own_environments_are_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_the_sandbox_scores_the_same_part_of_a_strangers_text() -> None:
-    from node.sandbox.scorer import ScoredGroup, Scorer
+    from node.sandbox.host import SandboxedHost
 
     spec = EnvironmentSpec("reasoning_gym/chain_sum", canonical_json(SUM | {"answer": "last_number"}))
     environment = open_environment(spec.name, json.loads(spec.config))
-    prompt = environment.prompt(3, 1)
+    prompt = environment.prompt(3, 0)
     right = int(prompt.entry["answer"])
     texts = [
         f"It is {right}.",
@@ -396,8 +389,8 @@ def test_the_sandbox_scores_the_same_part_of_a_strangers_text() -> None:
         f"{right}, that is {right + 1} - 1 = {right}",
     ]
     completions = [Completion(text, finished=True) for text in texts]
-    with Scorer([spec]) as sandbox:
-        outcome = sandbox.score(spec.name, 3, 1, completions)
+    with SandboxedHost([spec]) as sandbox:
+        outcome = scored(sandbox, spec.name, 3, completions)
     assert isinstance(outcome, ScoredGroup)
     assert list(outcome.scores) == [environment.score(prompt, completion) for completion in completions]
     assert [score.reward for score in outcome.scores] == [1.0, 0.0, 0.0, 1.0]

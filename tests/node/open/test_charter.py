@@ -22,7 +22,7 @@ from protocol.codec import encode
 from protocol.errors import CharterError
 from protocol.identity import Identity
 from protocol.messages import Annex
-from tests.node.open.conftest import OURS, rules
+from tests.node.open.conftest import OURS, rules, trusted
 
 THEIRS = Identity.from_seed(b"t" * 32)
 
@@ -136,5 +136,7 @@ def test_a_task_that_a_constant_answers_is_warned_of_once(config: NodeConfig, tm
     assert "coin_flip pays 0.92 of 1 for answering '0' always" in warned[0]
 
 
-def test_the_demos_tasks_pay_for_answers_only() -> None:
-    assert list(worthless_tasks(found(OURS, rules(), 0))) == []
+def test_the_demos_tasks_pay_for_answers_only(config: NodeConfig) -> None:
+    charter = found(OURS, rules(), 0)
+    with trusted(config, charter) as host:
+        assert list(worthless_tasks(host, charter)) == []

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 
 from node.config import NodeConfig, load_config
+from node.environment.host import TrustedHost
 from node.events import NoticeLevel
 from node.open import parts as opening
 from node.open.memory import BudgetError
@@ -18,7 +19,6 @@ from node.open.parts import Learner, Parts, open_parts
 from node.rollout.adapter import adapter_tensors
 from node.rollout.engine.base import TokenSequence
 from node.rollout.policy import Policy
-from node.sandbox.scorer import Scorer
 from node.state.paths import Home, bundled
 from node.train.checkpoint import save_checkpoint
 from protocol.charter import found
@@ -41,7 +41,7 @@ def opened(config: NodeConfig, charter: Charter, told: list[str] | None = None) 
         if told is not None:
             told.append(text)
 
-    return open_parts(config, charter, cast("Scorer", None), notice)
+    return open_parts(config, charter, TrustedHost({}), notice)
 
 
 def learner_of(parts: Parts) -> Learner:

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import pytest
 
 from node.clock import VIRTUAL_EPOCH_MS
 from node.config import load_config
-from node.environment.tasks import Completion, Prompt
+from node.environment.host import Answers, FailureReason
+from node.environment.records import Completion, Prompt
 from node.membership import Membership
 from node.rollout.engine.base import Engine
 from node.rollout.engine.transformers import TransformersEngine
 from node.rollout.generate import Generator, NoGroupError, request_seed
 from node.rollout.policy import Policy
 from node.rollout.prompts import AssignedPrompt
-from node.rollout.scoring import OwnScorer, completions_of
-from node.sandbox.scorer import FailureReason, Scorer
+from node.rollout.scoring import OwnScorer, answers_of
 from protocol.codec import digest, encode
 from protocol.messages import FinishReason, Lineage, PromptRef
 from tests.node.runtimes import ManualClock
-from tests.node.toy import TASK, ToyEnvironment, ToySandbox, make_charter
+from tests.node.toy import TASK, ToyEnvironment, ToyHost, make_charter
 from tests.node.verify.world import identity, rollout
 from tests.rollouts import changed
 
@@ -48,13 +49,12 @@ def generator(
     policy: Policy,
     engine: Engine,
     *,
-    environment: Any = None,
-    sandbox: ToySandbox | None = None,
+    host: ToyHost | None = None,
     lineage: Lineage = LINEAGE,
     **charter: Any,
 ) -> Generator:
     membership = Membership(ALICE, make_charter([policy], VIRTUAL_EPOCH_MS, **charter), ManualClock())
-    scorer = OwnScorer({TASK: environment or ToyEnvironment()}, cast("Scorer", sandbox or ToySandbox()))
+    scorer = OwnScorer(host or ToyHost())
     return Generator(membership, lineage, policy, engine, scorer, load_config([], {}))
 
 
@@ -75,7 +75,9 @@ def test_the_seed_differs_by_node_author_slot_window_and_version() -> None:
 def test_what_is_scored_is_the_text_and_whether_it_ended() -> None:
     ended = rollout([65, 0], [-1.0, -1.0], reward=0.0)
     cut = changed(ended, finish=FinishReason.LENGTH)
-    assert completions_of([ended, cut]) == [Completion("A", True), Completion("A", False)]
+    prompt = ToyEnvironment().prompt(5, 0)
+    answers = Answers(TASK, 5, (Completion("A", True), Completion("A", False)))
+    assert answers_of(prompt, [ended, cut]) == answers
 
 
 def test_prompts_become_complete_scored_groups(policy: Policy, engine: Engine) -> None:
@@ -112,21 +114,21 @@ def test_a_prompt_that_gives_no_group_is_left_out(policy: Policy, engine: Engine
 
 
 def test_without_scores_there_is_no_group(policy: Policy, engine: Engine) -> None:
-    class Dangerous(ToyEnvironment):
-        evaluates_answers = True
-
-    sandbox = ToySandbox()
-    sandbox.failure = FailureReason.UNAVAILABLE
-    made = generator(policy, engine, environment=Dangerous(), sandbox=sandbox)
+    host = ToyHost()
+    host.failure = FailureReason.UNAVAILABLE
+    made = generator(policy, engine, host=host)
     assert made.generate([assigned(4)], at_ms=0) == []
-    with pytest.raises(NoGroupError, match=r"it could not be scored \(unavailable\)"):
-        made.complete(assigned(4), [rollout([65], [-1.0], reward=0.0)], 0)
+    (failed,) = made.complete([(assigned(4), [rollout([65], [-1.0], reward=0.0)], 0.0)], 0)
+    assert isinstance(failed, NoGroupError)
+    assert str(failed) == "it could not be scored (unavailable)"
 
 
 def test_a_group_carries_its_newest_version(policy: Policy, engine: Engine) -> None:
     rollouts = [rollout([65], [-1.0], reward=0.0, version=version) for version in (2, 5, 3)]
     rollouts[0] = changed(rollouts[0], token_ids=b"\0" * 8, logprobs=b"\0" * 8, versions=b"\2\0\0\0\4\0\0\0")
-    own, body = generator(policy, engine).complete(assigned(4), rollouts, 0)
+    (made,) = generator(policy, engine).complete([(assigned(4), rollouts, 0.0)], 0)
+    assert not isinstance(made, NoGroupError)
+    own, body = made
     group = own.group
     assert (group.policy_version, group.mean_version, group.oldest_version) == (5, 3.5, 2)
     assert body == encode(group)
@@ -136,8 +138,9 @@ def test_a_body_above_what_peers_fetch_is_no_group(policy: Policy, engine: Engin
     made = generator(policy, engine, max_new_tokens=1)
     text = rollout([65], [-1.0], reward=0.0)
     huge = [msgspec.structs.replace(text, text="x" * 100_000)] * 4
-    with pytest.raises(NoGroupError, match=r"its body is larger than the \d+ bytes allowed"):
-        made.complete(assigned(4), huge, 0)
+    (failed,) = made.complete([(assigned(4), huge, 0.0)], 0)
+    assert isinstance(failed, NoGroupError)
+    assert re.fullmatch(r"its body is larger than the \d+ bytes allowed", str(failed))
 
 
 def test_who_makes_room_depends_on_whose_policy_generates(policy: Policy, engine: Engine) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from node.clock import VIRTUAL_EPOCH_MS, Clock, VirtualClock, run_virtual
-from node.environment.tasks import Completion, Prompt, Score
+from node.environment.host import TrustedHost
+from node.environment.records import Completion, Prompt, Score
 from node.events import Notice
 from node.membership import Membership
 from node.rollout import prompts
@@ -62,7 +63,7 @@ SWARM = swarm_id(CHARTER)
 
 
 def universe(charter: Charter = CHARTER) -> Universe:
-    return Universe(swarm_id(charter), charter, {"one": Numbers("one"), "two": Numbers("two")})
+    return Universe(swarm_id(charter), charter, TrustedHost({"one": Numbers("one"), "two": Numbers("two")}))
 
 
 def feed(windows: MemoryWindows | None = None, told: list[str] | None = None) -> PromptFeed:
@@ -267,7 +268,7 @@ def test_two_nodes_derive_the_same_item() -> None:
 def test_the_cache_saves_deriving_and_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompts, "CACHED_ITEMS", 10)
     one = Numbers("one")
-    items = Universe(SWARM, CHARTER, {"one": one, "two": Numbers("two")})
+    items = Universe(SWARM, CHARTER, TrustedHost({"one": one, "two": Numbers("two")}))
     items.item(0)
     derived = one.derived
     items.item(0)
@@ -293,7 +294,7 @@ def test_a_task_that_fails_on_seeds_costs_its_slots_at_most() -> None:
                 raise IndexError("no such word")
             return super().prompt(seed, index)
 
-    now_and_then = Universe(SWARM, CHARTER, {"one": Fails("one", 2), "two": Numbers("two")})
+    now_and_then = Universe(SWARM, CHARTER, TrustedHost({"one": Fails("one", 2), "two": Numbers("two")}))
     for index in range(CHARTER.universe_size):
         assert now_and_then.item(index).seed % 2 or environment_of(CHARTER, index).name == "two"
     assert len(now_and_then.held_out(5)["one"]) == 5
@@ -302,7 +303,7 @@ def test_a_task_that_fails_on_seeds_costs_its_slots_at_most() -> None:
         told, clock = list[str](), VirtualClock()
         runtime = make_runtime(clock)
         runtime.bus.subscribe(lambda event: told.append(event.text) if isinstance(event, Notice) else None)
-        always = Universe(SWARM, CHARTER, {"one": Fails("one", 1), "two": Numbers("two")})
+        always = Universe(SWARM, CHARTER, TrustedHost({"one": Fails("one", 1), "two": Numbers("two")}))
         source = PromptFeed(runtime, Membership(ALICE, CHARTER, clock), always, MemoryWindows())
         assert {(await source.next()).prompt.environment for _ in range(12)} == {"two"}
         assert len(told) == 1

@@ -1,56 +1,41 @@
-"""Own completions: in process where text is only compared, in the sandbox where it may be executed."""
+"""Own completions are scored by the host, and what a task does wrong on them is told once."""
 
 from __future__ import annotations
-
-from typing import cast
 
 import pytest
 
 from node.environment.guard import guarded_score
-from node.environment.tasks import Completion, Score
+from node.environment.host import Answers, FailureReason, HostFailure, ScoredGroup
+from node.environment.records import Completion, Score
 from node.rollout.scoring import OwnScorer
-from node.sandbox.scorer import FailureReason, ScoreFailure, Scorer
-from tests.node.toy import TASK, ToyEnvironment, ToySandbox
+from tests.node.toy import TASK, ToyEnvironment, ToyHost
 
-COMPLETIONS = [Completion("a", True), Completion("ab", True), Completion("abc", False)]
-
-
-class Dangerous(ToyEnvironment):
-    evaluates_answers = True
-
-    def score(self, prompt: object, completion: object) -> object:  # type: ignore[override]
-        raise AssertionError("an answer that may be code was scored in the node's process")
+COMPLETIONS = (Completion("a", True), Completion("ab", True), Completion("abc", False))
 
 
-def scorer(environment: ToyEnvironment) -> tuple[OwnScorer, ToySandbox]:
-    sandbox = ToySandbox()
-    return OwnScorer({TASK: environment}, cast("Scorer", sandbox)), sandbox
+def rewards(own: OwnScorer) -> tuple[float, ...] | HostFailure:
+    (made,) = own.score([Answers(TASK, 5, COMPLETIONS)])
+    return made.rewards if isinstance(made, ScoredGroup) else made
 
 
-def test_harmless_answers_are_scored_here() -> None:
-    own, sandbox = scorer(ToyEnvironment())
-    prompt = ToyEnvironment().prompt(5, 0)
-    assert own.rewards(prompt, COMPLETIONS) == (1.0, 0.0, 1.0)
-    assert own.reward(prompt, COMPLETIONS[0]) == 1.0
-    assert sandbox.calls == 0
-
-
-def test_answers_that_may_be_executed_go_to_the_sandbox() -> None:
-    own, sandbox = scorer(Dangerous())
-    prompt = ToyEnvironment().prompt(5, 0)
-    assert own.rewards(prompt, COMPLETIONS) == (1.0, 0.0, 1.0)
-    assert own.reward(prompt, COMPLETIONS[1]) == 0.0
-    assert sandbox.calls == 2
+def test_one_request_scores_many_groups_in_their_order() -> None:
+    own = OwnScorer(ToyHost())
+    made = own.score([Answers(TASK, 5, COMPLETIONS), Answers(TASK, 6, ()), Answers(TASK, 7, COMPLETIONS[1:])])
+    assert [each.rewards for each in made if isinstance(each, ScoredGroup)] == [
+        (1.0, 0.0, 1.0),
+        (),
+        (0.0, 1.0),
+    ]
 
 
 def test_what_cannot_be_scored_is_a_failure_and_no_reward_in_an_evaluation() -> None:
-    own, sandbox = scorer(Dangerous())
-    prompt = ToyEnvironment().prompt(5, 0)
-    sandbox.failure = FailureReason.TIMEOUT
-    failed = own.rewards(prompt, COMPLETIONS)
-    assert isinstance(failed, ScoreFailure)
-    assert failed.reason is FailureReason.TIMEOUT
-    assert own.reward(prompt, COMPLETIONS[0]) == 0.0
+    host = ToyHost()
+    own, prompt = OwnScorer(host), ToyEnvironment().prompt(5, 0)
+    assert own.rewards([prompt], [COMPLETIONS[:2]]) == [(1.0, 0.0)]
+    host.failure = FailureReason.TIMEOUT
+    assert rewards(own) == HostFailure(FailureReason.TIMEOUT, "as told")
+    assert own.rewards([prompt], [COMPLETIONS[:2]]) == [(0.0, 0.0)]
+    assert own.take_faults() == [f"{TASK} gave no score of an answer (timeout: as told); it counts as wrong"]
 
 
 @pytest.mark.parametrize(
@@ -76,10 +61,8 @@ def test_what_a_task_does_wrong_is_a_zero_and_told_once(given: object, says: str
                 raise given
             return given
 
-    own, _ = scorer(Broken())
-    prompt = ToyEnvironment().prompt(5, 0)
-    assert own.rewards(prompt, COMPLETIONS) == (0.0, 0.0, 0.0)
-    assert own.reward(prompt, COMPLETIONS[0]) == 0.0
+    own = OwnScorer(ToyHost(Broken()))
+    assert rewards(own) == rewards(own) == (0.0, 0.0, 0.0)
     assert own.take_faults() == [f"{TASK} cannot score an answer: {says}; it counts as wrong"]
     assert own.take_faults() == []
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -15,7 +15,8 @@ import pytest
 from node.clock import VirtualClock, run_virtual
 from node.compute import Lane
 from node.config import RolloutConfig, load_config
-from node.environment.tasks import Completion, Prompt
+from node.environment.host import FailureReason
+from node.environment.records import Completion, Prompt
 from node.events import Event, GroupJudged, Notice
 from node.membership import Membership
 from node.rollout.admission import Admission
@@ -26,7 +27,6 @@ from node.rollout.policy import Policy
 from node.rollout.prompts import PromptFeed, Universe
 from node.rollout.scoring import OwnScorer
 from node.rollout.stage import RolloutStage
-from node.sandbox.scorer import FailureReason, Scorer
 from node.share.accepted import Accepted
 from node.state.windows import MemoryWindows
 from node.supervise import sole_cause
@@ -35,7 +35,7 @@ from protocol.codec import encode
 from protocol.messages import Lineage, PromptRef, Rollout, RolloutGroup
 from protocol.prompts import slots
 from tests.node.runtimes import make_runtime
-from tests.node.toy import TASK, ToyEnvironment, ToySandbox, make_charter
+from tests.node.toy import ToyEnvironment, ToyHost, make_charter
 from tests.node.verify.world import identity
 
 ALICE = identity("alice")
@@ -76,8 +76,7 @@ class Bench:
         runtime = make_runtime(self.clock, {Lane.GENERATE: generate_s, Lane.SCORE: 0.1})
         self.charter = make_charter([policy], self.clock.now_ms(), **options)
         member = Membership(ALICE, self.charter, self.clock)
-        environments = {TASK: environment or ToyEnvironment()}
-        self.sandbox = ToySandbox()
+        self.tasks = ToyHost(environment)
         self.admission = Admission(config.rollout.max_staleness, groups, config.rollout.token_budget)
         self.awake = asyncio.Event()
         self.awake.set()
@@ -87,9 +86,7 @@ class Bench:
         runtime.bus.subscribe(self.events.append)
         self.stage = RolloutStage(
             runtime,
-            PromptFeed(
-                runtime, member, Universe(member.swarm_id, self.charter, environments), MemoryWindows()
-            ),
+            PromptFeed(runtime, member, Universe(member.swarm_id, self.charter, self.tasks), MemoryWindows()),
             self.admission,
             self.out,
             self.publish,
@@ -97,7 +94,7 @@ class Bench:
             awake=self.awake,
         )
         self.gauge = self.stage.gauge
-        scorer = OwnScorer(environments, cast("Scorer", self.sandbox))
+        scorer = OwnScorer(self.tasks)
         lineage = Lineage(ALICE.peer_id, "a" * 64, "b" * 64)
         self.generator = Generator(member, lineage, policy, engine, scorer, config)
 
@@ -212,14 +209,14 @@ def test_a_group_that_cannot_be_scored_is_dropped_told_once_and_replaced(bench: 
         evaluates_answers = True
 
     async def test(bench: Bench) -> None:
-        bench.sandbox.failure = FailureReason.UNAVAILABLE
+        bench.tasks.failure = FailureReason.UNAVAILABLE
         await asyncio.sleep(1.5)  # two batches of two
         assert bench.out.empty()
         assert bench.published == []
         (notice,) = bench.of(Notice)
         assert notice.level == "warning"
         assert notice.text == "an own group on toy/odd was dropped: it could not be scored (unavailable)"
-        bench.sandbox.failure = None
+        bench.tasks.failure = None
         await asyncio.sleep(3)
         assert bench.out.qsize() == 2  # the dropped ones count no more
         assert bench.out.get_nowait().group.prompt.slot >= 2  # and their slots are not answered again

@@ -15,7 +15,9 @@ import pytest
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
-from node.environment.tasks import DEMO_ENVIRONMENTS, Completion, Environment, open_environment
+from node.environment.installed import DEMO_ENVIRONMENTS
+from node.environment.records import Completion, Environment
+from node.environment.tasks import open_environment
 from node.rollout import tiny
 from node.rollout.policy import Policy
 from node.rollout.tiny import MAX_NEW_TOKENS, TINY_POLICIES, TinyReport, TinySpec, make_tiny

@@ -6,11 +6,13 @@ import sys
 
 import pytest
 
-from node.environment.tasks import Completion
+from node.environment.host import FailureReason, HostFailure, ScoredGroup
+from node.environment.records import Completion
+from node.sandbox.host import SandboxedHost
 from node.sandbox.records import ForkResult, ForkStatus, Layer, ProbeRequest, Trial
-from node.sandbox.scorer import FailureReason, ScoredGroup, ScoreFailure, Scorer
 from node.sandbox.strength import SandboxReport, SandboxStrength, describe, measure
 from protocol.messages import EnvironmentSpec
+from tests.asking import scored
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
 
@@ -56,7 +58,7 @@ def test_silence_is_not_a_wall(result: ForkResult | None) -> None:
 @pytest.mark.slow
 def test_this_machine() -> None:
     """A container without namespaces may be weaker, but never claims more than was measured."""
-    with Scorer(()) as scorer:
+    with SandboxedHost(()) as scorer:
         report = scorer.report
     assert set(report.holds).isdisjoint(report.fails)
     if Layer.NAMESPACES in report.layers and Layer.SECCOMP in report.layers:
@@ -74,7 +76,7 @@ def test_this_machine() -> None:
     ],
 )
 def test_fewer_walls(layers: tuple[Layer, ...], strength: SandboxStrength) -> None:
-    with Scorer((), layers=layers) as scorer:
+    with SandboxedHost((), layers=layers) as scorer:
         report = scorer.report
     if absent := set(layers) - set(report.layers):
         pytest.skip(f"this machine does not offer {sorted(absent)}: {report.missing}")
@@ -85,9 +87,9 @@ def test_fewer_walls(layers: tuple[Layer, ...], strength: SandboxStrength) -> No
 @pytest.mark.slow
 def test_weak_scores_text_but_refuses_to_evaluate() -> None:
     specs = [EnvironmentSpec(f"reasoning_gym/{task}") for task in ("countdown", "spell_backward")]
-    with Scorer(specs, layers=()) as scorer:
-        refused = scorer.score(specs[0].name, 0, 0, [Completion("1 + 1", True)])
-        assert isinstance(refused, ScoreFailure)
+    with SandboxedHost(specs, layers=()) as scorer:
+        refused = scored(scorer, specs[0].name, 0, [Completion("1 + 1", True)])
+        assert isinstance(refused, HostFailure)
         assert refused.reason is FailureReason.REFUSED
         assert not refused.reason.is_authors_fault
-        assert isinstance(scorer.score(specs[1].name, 0, 0, [Completion("abc", True)]), ScoredGroup)
+        assert isinstance(scored(scorer, specs[1].name, 0, [Completion("abc", True)]), ScoredGroup)

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from node.environment.tasks import Completion, Prompt
+from node.environment.host import TrustedHost
+from node.environment.records import Completion, Prompt
 from node.rollout.engine.base import Engine, Generation, GenerationRequest, TokenSequence
 from node.rollout.policy import Policy
 from node.rollout.prompts import Universe
-from node.train.evaluate import HeldOut, evaluate
+from node.train.evaluate import HeldOut, Score, evaluate
 from protocol.charter import swarm_id
 from protocol.errors import ModelError
 from protocol.messages import FinishReason, Rollout
 from protocol.rollouts import single_turn
-from tests.node.toy import TASK, ToyEnvironment, make_charter
+from tests.node.toy import ToyEnvironment, ToyHost, make_charter
 
 
 class ScriptedEngine(Engine):
@@ -66,17 +67,31 @@ class ScriptedEngine(Engine):
         raise NotImplementedError
 
 
+def scoring(paid: Callable[[Prompt, Completion], float]) -> Score:
+    """`paid`, for many prompts at once."""
+
+    def score(
+        prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]
+    ) -> list[tuple[float, ...]]:
+        return [
+            tuple(paid(prompt, each) for each in group)
+            for prompt, group in zip(prompts, completions, strict=True)
+        ]
+
+    return score
+
+
 def test_accuracy_per_task(policy: Policy) -> None:
     """Task even: all right; task third: one in two right, the others score 0.5, which is not exact."""
     prompts = [Prompt("even", "1", seed, 0, {}) for seed in range(0, 16, 2)]
     prompts += [Prompt("third", "1", seed, 0, {}) for seed in range(1, 9, 2)]
 
-    def score(prompt: Prompt, completion: Completion) -> float:
-        assert completion == Completion(str(prompt.seed), True)
+    def paid(prompt: Prompt, completion: Completion) -> float:
+        assert completion.text == str(prompt.seed)
         return 1.0 if prompt.environment == "even" or prompt.seed < 4 else 0.5
 
     engine = ScriptedEngine()
-    report = evaluate(engine, policy, prompts, score, max_new_tokens=4, batch_prompts=5)
+    report = evaluate(engine, policy, prompts, scoring(paid), max_new_tokens=4, batch_prompts=5)
     assert report.greedy_tasks == {"even": 1.0, "third": 0.5}
     assert report.sampled_tasks == {"even": 0.5, "third": 0.5}  # an answer that does not end is wrong
     assert report.greedy == 0.75
@@ -88,7 +103,7 @@ def test_accuracy_per_task(policy: Policy) -> None:
 
 def test_no_prompts(policy: Policy) -> None:
     with pytest.raises(ValueError, match="at least one prompt"):
-        evaluate(ScriptedEngine(), policy, [], lambda prompt, completion: 1.0, max_new_tokens=4)
+        evaluate(ScriptedEngine(), policy, [], scoring(lambda prompt, completion: 1.0), max_new_tokens=4)
 
 
 def test_held_out_prompts_are_those_that_the_engine_has_room_for(policy: Policy) -> None:
@@ -96,9 +111,9 @@ def test_held_out_prompts_are_those_that_the_engine_has_room_for(policy: Policy)
         engine = ScriptedEngine()
         engine.context = context
         charter = make_charter([policy], 0)
-        universe = Universe(swarm_id(charter), charter, {TASK: ToyEnvironment()})
+        universe = Universe(swarm_id(charter), charter, ToyHost())
         return HeldOut(
-            engine, policy, universe, lambda prompt, completion: 1.0, per_task=3, max_new_tokens=100
+            engine, policy, universe, scoring(lambda prompt, completion: 1.0), per_task=3, max_new_tokens=100
         )
 
     prompts = held_out(128).prompts()
@@ -122,16 +137,18 @@ class Marked(ToyEnvironment):
 
 def probe(policy: Policy, *tasks: str) -> tuple[HeldOut, list[Prompt]]:
     """With four prompts of each task for evaluations, and what it scores: 1.0 for an odd seed."""
-    engine, charter, scored = ScriptedEngine(), make_charter([policy], 0), []
+    engine, scored = ScriptedEngine(), list[Prompt]()
+    charter = make_charter([policy], 0, environments=[{"name": task} for task in tasks])
     engine.context = 128
 
-    def score(prompt: Prompt, completion: Completion) -> float:
-        assert completion == Completion(str(prompt.seed), True)
-        scored.append(prompt)
+    def paid(prompt: Prompt, completion: Completion) -> float:
+        assert completion.text == str(prompt.seed)
+        if completion.finished:
+            scored.append(prompt)
         return float(prompt.seed % 2)
 
-    universe = Universe(swarm_id(charter), charter, {task: Marked(task) for task in tasks})
-    return HeldOut(engine, policy, universe, score, per_task=4, max_new_tokens=10), scored
+    universe = Universe(swarm_id(charter), charter, TrustedHost({task: Marked(task) for task in tasks}))
+    return HeldOut(engine, policy, universe, scoring(paid), per_task=4, max_new_tokens=10), scored
 
 
 def test_rewards_of_a_probe_are_of_the_same_prompts_every_time_and_none_is_evaluated_on(

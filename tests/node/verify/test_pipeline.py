@@ -6,8 +6,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from node.environment.host import FailureReason
 from node.peers.trust import Hardness
-from node.sandbox.scorer import FailureReason
 from node.share.accepted import Accepted
 from node.verify.base import Decision
 from protocol.messages import PromptRef
@@ -16,7 +16,7 @@ from tests.node.verify.world import (
     ENVIRONMENT,
     EOS,
     EPOCH_MS,
-    ToyScorer,
+    Judge,
     World,
     candidate,
     heard,
@@ -64,7 +64,7 @@ def test_the_first_hard_failure_ends_it_and_nothing_dear_runs(world, alice):
     assert judgement.checks[-1].check == "slot"
     assert (judgement.checks[-1].verdict, judgement.checks[-1].reason) == ("reject", "tampered_prompt")
     assert judgement.rewards == ()
-    assert world.scorer.calls == 0
+    assert world.judge.calls == 0
 
 
 def test_a_soft_failure_is_noted_and_the_group_is_used(world, alice):
@@ -146,17 +146,17 @@ def test_our_own_completions_come_back_as_a_copy(world, alice, bob):
 
 def test_a_failure_of_our_sandbox_blames_nobody_and_may_be_repeated(world, alice):
     group = world.group(alice)
-    scorer = ToyScorer({group.rollouts[0].text: FailureReason.UNAVAILABLE})
-    verifier = world.verifier(scorer=scorer)
+    judge = Judge({group.rollouts[0].text: FailureReason.UNAVAILABLE})
+    verifier = world.verifier(host=judge)
     judgement = verifier.judge(candidate(group))
     assert (judgement.reason, judgement.verdict.blames_author) == ("scorer_unavailable", False)
-    scorer.failures.clear()
+    judge.failures.clear()
     assert verifier.judge(candidate(group)).accepted
 
 
 def test_answers_that_break_the_scorer_are_their_authors_fault(world, alice):
     group = world.group(alice)
-    verifier = world.verifier(scorer=ToyScorer({group.rollouts[0].text: FailureReason.FORBIDDEN}))
+    verifier = world.verifier(host=Judge({group.rollouts[0].text: FailureReason.FORBIDDEN}))
     judgement = verifier.judge(candidate(group))
     assert (judgement.reason, judgement.verdict.blames_author) == ("scorer_forbidden", True)
     assert verifier.judge(candidate(group)).reason == "duplicate"
@@ -238,7 +238,7 @@ def test_without_verification_claims_are_believed_but_bytes_are_still_hostile(wo
     assert judgement.accepted
     assert judgement.rewards == tuple(1 - each.reward for each in group.rollouts)
     assert [outcome.check for outcome in judgement.checks] == ["schema"]
-    assert world.scorer.calls == 0
+    assert world.judge.calls == 0
     assert verifier.observe(heard(alice, candidate(lie).heard.announcement)).decision is Decision.ACCEPT
     assert verifier.judge(candidate(lie, sender=bob)).reason == "author"
     broken = np.full(len(group.rollouts[0].answer.logprobs) // 4, np.nan, dtype="<f4").tobytes()

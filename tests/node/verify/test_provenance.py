@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import msgspec
 
-from node.environment.tasks import Prompt
+from node.environment.records import Prompt
 from node.verify.base import Item
 from node.verify.ledger import Ledger
 from node.verify.provenance import Duplicate, PromptDerivation, SkipShare, SlotDerivation

@@ -3,19 +3,19 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from node.sandbox.scorer import FailureReason
+from node.environment.host import FailureReason
 from node.verify.base import Decision, Item, Verdict
 from node.verify.reward import Reward
 from node.verify.schema import Schema
 from protocol.messages import RolloutGroup
-from tests.node.verify.world import ToyScorer, World, candidate, item_at
+from tests.node.verify.world import Judge, World, candidate, item_at
 
 replace = msgspec.structs.replace
 
 
-def judge(world: World, group: RolloutGroup, scorer: ToyScorer | None = None) -> Verdict:
+def judge(world: World, group: RolloutGroup, host: Judge | None = None) -> Verdict:
     item: Item = Schema(world.charter).open(candidate(group))
-    return Reward(item_at, scorer or world.scorer).check(item)
+    return Reward(item_at, host or world.judge).check(item)
 
 
 def claim(group: RolloutGroup, rewards: list[float]) -> RolloutGroup:
@@ -48,7 +48,7 @@ def test_any_false_claim_is_a_lie(world, alice):
 @pytest.mark.parametrize("failure", list(FailureReason))
 def test_a_scorers_failure_blames_whoever_is_to_blame(world, alice, failure):
     group = world.group(alice)
-    verdict = judge(world, group, ToyScorer({group.rollouts[3].text: failure}))
+    verdict = judge(world, group, Judge({group.rollouts[3].text: failure}))
     assert verdict.reason == f"scorer_{failure.value}"
     assert verdict.blames_author == failure.is_authors_fault
     assert verdict.rewards is None

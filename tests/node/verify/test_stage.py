@@ -12,8 +12,8 @@ import pytest
 
 from node.clock import run_virtual
 from node.compute import Lane
+from node.environment.host import FailureReason
 from node.events import Event, GroupJudged
-from node.sandbox.scorer import FailureReason
 from node.share.heard import Candidate
 from node.share.pool import ReplayPool
 from node.verify.base import ACCEPT, BLAMELESS_REASONS, UNCERTAIN_REASONS, Item, Judgement, reject
@@ -181,7 +181,7 @@ def test_failures_of_the_scorer_cost_what_their_author_is_to_blame_for(
 ) -> None:
     async def test(bench: Bench) -> None:
         group = bench.world.group(ALICE)
-        bench.world.scorer.failures = {each.text: failure for each in group.rollouts}
+        bench.world.judge.failures = {each.text: failure for each in group.rollouts}
         event = await bench.take(candidate(group))
         assert event.reason == f"scorer_{failure}"
         assert bench.standing(ALICE) == standing

@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from node.environment.tasks import Completion, Prompt, Score
+from node.environment.host import Answers, FailureReason, HostFailure, ScoredGroup
+from node.environment.records import Prompt, Score
 from node.membership import Membership
 from node.peers.book import PeerBook
-from node.sandbox.scorer import FailureReason, ScoredGroup, ScoreFailure
 from node.share.heard import Candidate, Heard
 from node.verify.pipeline import Verifier
 from protocol.charter import sampling, swarm_id
@@ -93,22 +93,33 @@ def decode(token_ids: Sequence[int]) -> str:
     return "".join(chr(token) for token in token_ids if token != EOS)
 
 
-class ToyScorer:
+class Judge:
     """1 for the right and finished number, else 0; fails on the text that `failures` names."""
+
+    walls = "none"
+    restarts = 0
+    waited_s = 0.0
 
     def __init__(self, failures: dict[str, FailureReason] | None = None) -> None:
         self.failures = failures or {}
         self.calls = 0
 
+    def questions(self, environment: str, seeds: Sequence[int]) -> Sequence[str | HostFailure | None]:
+        raise NotImplementedError
+
     def score(
-        self, environment: str, seed: int, index: int, completions: Sequence[Completion]
-    ) -> ScoredGroup | ScoreFailure:
+        self, groups: Sequence[Answers], *, strangers: bool = False
+    ) -> Sequence[ScoredGroup | HostFailure]:
+        assert strangers
         self.calls += 1
-        for position, completion in enumerate(completions):
+        return [self._scored(group) for group in groups]
+
+    def _scored(self, group: Answers) -> ScoredGroup | HostFailure:
+        for position, completion in enumerate(group.completions):
             if completion.text in self.failures:
-                return ScoreFailure(self.failures[completion.text], "as told", position)
-        answer = str(seed // SEED_STEP)
-        rewards = [float(each.text == answer and each.finished) for each in completions]
+                return HostFailure(self.failures[completion.text], "as told", position)
+        answer = str(group.seed // SEED_STEP)
+        rewards = [float(each.text == answer and each.finished) for each in group.completions]
         return ScoredGroup(tuple(Score(reward, ()) for reward in rewards))
 
 
@@ -221,7 +232,7 @@ class World:
         self.charter = Charter(**(fields | self.changes))
         self.swarm_id = swarm_id(self.charter)
         self.clock = FixedClock(EPOCH_MS)
-        self.scorer = ToyScorer()
+        self.judge = Judge()
 
     def prompt(self, author: PeerId, slot: int, window: int = 100) -> PromptRef:
         index = slots(self.swarm_id, self.charter, window, author)[slot]
@@ -284,7 +295,7 @@ class World:
         membership, book = self.member()
         defaults: dict[str, Any] = {
             "item_at": item_at,
-            "scorer": self.scorer,
+            "host": self.judge,
             "decoders": {TOKENIZER.digest: decode},
         }
         return Verifier(membership, peers or book, **(defaults | options))

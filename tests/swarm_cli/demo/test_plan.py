@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from node.config import load_config
-from node.environment.tasks import DEMO_ENVIRONMENTS
+from node.environment.installed import DEMO_ENVIRONMENTS
 from node.state.keys import load_key
 from node.state.paths import bundled
 from protocol.charter import decode_charter, swarm_id

@@ -15,13 +15,17 @@ from unittest import mock
 import psutil
 import pytest
 
-import node.sandbox.scorer
-from node.environment.tasks import Completion, open_environment
+import node.sandbox.host
+from node.environment.host import Answers, FailureReason, HostFailure, ScoredGroup
+from node.environment.records import Completion
+from node.environment.tasks import open_environment
 from node.sandbox.channel import ChannelError
+from node.sandbox.host import SandboxedHost
 from node.sandbox.records import ForkResult, ForkStatus, Outcome, SandboxLimits
-from node.sandbox.scorer import FailureReason, ScoredGroup, ScoreFailure, Scorer, _read_outcome
+from node.sandbox.replies import questions_of, scores_of
 from protocol.errors import SandboxError
 from protocol.messages import EnvironmentSpec
+from tests.asking import scored
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
 
@@ -31,8 +35,8 @@ SPECS = [EnvironmentSpec(SPELL, '{"max_word_len":5,"min_word_len":3}'), Environm
 
 
 @pytest.fixture(scope="module")
-def scorer() -> Iterator[Scorer]:
-    with Scorer(SPECS) as started:
+def scorer() -> Iterator[SandboxedHost]:
+    with SandboxedHost(SPECS) as started:
         yield started
 
 
@@ -42,12 +46,12 @@ def completions(*texts: str, finished: bool = True) -> list[Completion]:
 
 @linux_only
 @pytest.mark.slow
-def test_scores_equal_those_computed_in_process(scorer: Scorer) -> None:
+def test_scores_equal_those_computed_in_process(scorer: SandboxedHost) -> None:
     environment = open_environment(SPELL, CONFIG)
-    for index in range(5):
-        prompt = environment.prompt(11, index)
+    for seed in range(5):
+        prompt = environment.prompt(seed, 0)
         group = completions(str(prompt.entry["answer"]), "no", "") + completions("x", finished=False)
-        result = scorer.score(SPELL, 11, index, group)
+        result = scored(scorer, SPELL, seed, group)
         assert result == ScoredGroup(tuple(environment.score(prompt, each) for each in group))
         assert isinstance(result, ScoredGroup)
         assert result.scores[0].reward == 1.0
@@ -55,20 +59,20 @@ def test_scores_equal_those_computed_in_process(scorer: Scorer) -> None:
 
 @linux_only
 @pytest.mark.slow
-def test_an_empty_group_has_no_scores(scorer: Scorer) -> None:
-    assert scorer.score(SPELL, 0, 0, []) == ScoredGroup(())
-    assert scorer.score(COUNTDOWN, 0, 0, []) == ScoredGroup(())
+def test_an_empty_group_has_no_scores(scorer: SandboxedHost) -> None:
+    assert scored(scorer, SPELL, 0, []) == ScoredGroup(())
+    assert scored(scorer, COUNTDOWN, 0, []) == ScoredGroup(())
 
 
 @linux_only
 @pytest.mark.slow
-def test_threads_get_their_own_answers(scorer: Scorer) -> None:
+def test_threads_get_their_own_answers(scorer: SandboxedHost) -> None:
     environment = open_environment(SPELL, CONFIG)
-    words = [str(environment.prompt(1, index).entry["answer"]) for index in range(8)]
-    results: dict[int, ScoredGroup | ScoreFailure] = {}
+    words = [str(environment.prompt(index, 0).entry["answer"]) for index in range(8)]
+    results: dict[int, ScoredGroup | HostFailure] = {}
 
     def ask(index: int) -> None:
-        results[index] = scorer.score(SPELL, 1, index, completions(words[index]))
+        results[index] = scored(scorer, SPELL, index, completions(words[index]))
 
     threads = [threading.Thread(target=ask, args=(index,)) for index in range(8)]
     for thread in threads:
@@ -91,22 +95,25 @@ def test_threads_get_their_own_answers(scorer: Scorer) -> None:
         (completions(*["a"] * 65), "65 completions, more than 64"),
     ],
 )
-def test_what_needs_no_worker_to_be_refused(scorer: Scorer, group: list[Completion], detail: str) -> None:
-    result = scorer.score(SPELL, 0, 0, group)
-    assert isinstance(result, ScoreFailure)
+def test_what_needs_no_worker_to_be_refused(
+    scorer: SandboxedHost, group: list[Completion], detail: str
+) -> None:
+    result = scored(scorer, SPELL, 0, group)
+    assert isinstance(result, HostFailure)
     assert (result.reason, result.detail) == (FailureReason.MALFORMED, detail)
 
 
 @linux_only
 @pytest.mark.slow
-def test_a_broken_prompt_is_nobodys_fault(scorer: Scorer) -> None:
+def test_a_broken_prompt_is_nobodys_fault(scorer: SandboxedHost) -> None:
     """Seeds below zero are refused by the environment; the worker goes on."""
-    result = scorer.score(SPELL, -1, 0, completions("a"))
-    assert result == ScoreFailure(FailureReason.UNAVAILABLE, "ValueError")
+    assert scorer.questions(SPELL, [-1]) == [None]
+    result = scored(scorer, SPELL, -1, completions("a"))
+    assert result == HostFailure(FailureReason.UNAVAILABLE, "ValueError", 0)
     assert not FailureReason.UNAVAILABLE.is_authors_fault
-    assert isinstance(scorer.score(SPELL, 0, 0, completions("a")), ScoredGroup)
-    unknown = scorer.score("reasoning_gym/sudoku", 0, 0, completions("a"))
-    assert isinstance(unknown, ScoreFailure)
+    assert isinstance(scored(scorer, SPELL, 0, completions("a")), ScoredGroup)
+    unknown = scored(scorer, "reasoning_gym/sudoku", 0, completions("a"))
+    assert isinstance(unknown, HostFailure)
     assert unknown.reason is FailureReason.UNAVAILABLE
 
 
@@ -114,38 +121,56 @@ def test_a_broken_prompt_is_nobodys_fault(scorer: Scorer) -> None:
 @pytest.mark.slow
 def test_a_dead_worker_is_replaced_with_growing_pauses() -> None:
     now_s = 100.0
-    with Scorer(SPECS[:1], monotonic_s=lambda: now_s) as scorer:
+    with SandboxedHost(SPECS[:1], monotonic_s=lambda: now_s) as scorer:
 
-        def kill_and_ask() -> ScoredGroup | ScoreFailure:
+        def kill_and_ask() -> ScoredGroup | HostFailure:
             pid = scorer.worker_pid
             assert pid is not None
             processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
             os.kill(processes[-1].pid, signal.SIGKILL)
             psutil.wait_procs(processes[1:], timeout=10)
-            return scorer.score(SPELL, 0, 0, completions("a"))
+            return scored(scorer, SPELL, 0, completions("a"))
 
         first = kill_and_ask()
-        assert isinstance(first, ScoreFailure)
+        assert isinstance(first, HostFailure)
         assert first.reason is FailureReason.UNAVAILABLE
-        with mock.patch.object(node.sandbox.scorer, "WorkerChannel", side_effect=ChannelError("no process")):
+        with mock.patch.object(node.sandbox.host, "WorkerProcess", side_effect=ChannelError("no process")):
             for restarts, pause_s in enumerate((0.5, 1.0, 2.0), start=1):
                 for _ in range(2):  # the second is refused without an attempt
-                    refused = scorer.score(SPELL, 0, 0, completions("a"))
-                    assert isinstance(refused, ScoreFailure)
+                    refused = scored(scorer, SPELL, 0, completions("a"))
+                    assert isinstance(refused, HostFailure)
                     assert refused.reason is FailureReason.UNAVAILABLE
                     assert (scorer.restarts, scorer.worker_pid) == (restarts, None)
                 now_s += pause_s - 0.1
-                assert isinstance(scorer.score(SPELL, 0, 0, completions("a")), ScoreFailure)
+                assert isinstance(scored(scorer, SPELL, 0, completions("a")), HostFailure)
                 assert scorer.restarts == restarts
                 now_s += 0.1
-        assert isinstance(scorer.score(SPELL, 0, 0, completions("a")), ScoredGroup)
+        assert isinstance(scored(scorer, SPELL, 0, completions("a")), ScoredGroup)
         assert scorer.restarts == 4
 
 
 @linux_only
 @pytest.mark.slow
+def test_own_work_does_not_wait_for_strangers_answers() -> None:
+    """Nor does a stranger's answer that hangs keep the next own one from its score."""
+    with SandboxedHost(SPECS, SandboxLimits(cpu_s=90, wall_s=90, request_s=90)) as scorer:
+        endless = completions("9**9**9")
+        thread = threading.Thread(target=lambda: scored(scorer, COUNTDOWN, 0, endless))
+        thread.start()
+        assert scorer.worker_pid is not None
+        while len(psutil.Process(scorer.worker_pid).children(recursive=True)) < 3:
+            thread.join(timeout=0.001)  # until a fork evaluates the answer
+        (own,) = scorer.score([group("a")])
+        assert isinstance(own, ScoredGroup)
+        assert all(isinstance(each, str) for each in scorer.questions(SPELL, range(300)))
+        assert thread.is_alive()
+    thread.join(timeout=5)
+
+
+@linux_only
+@pytest.mark.slow
 def test_close_leaves_no_process() -> None:
-    scorer = Scorer(SPECS[:1])
+    scorer = SandboxedHost(SPECS[:1])
     scorer.start()
     assert scorer.worker_pid is not None
     processes = [
@@ -156,8 +181,8 @@ def test_close_leaves_no_process() -> None:
     scorer.close()
     assert psutil.wait_procs(processes, timeout=5)[1] == []
     scorer.close()
-    closed = scorer.score(SPELL, 0, 0, completions("a"))
-    assert closed == ScoreFailure(FailureReason.UNAVAILABLE, "the scorer is not running")
+    closed = scored(scorer, SPELL, 0, completions("a"))
+    assert closed == HostFailure(FailureReason.UNAVAILABLE, "the sandbox is not running")
     with pytest.raises(SandboxError, match="closed"):
         scorer.start()
 
@@ -165,21 +190,21 @@ def test_close_leaves_no_process() -> None:
 @linux_only
 @pytest.mark.slow
 def test_close_does_not_wait_for_an_endless_answer() -> None:
-    scorer = Scorer(SPECS[1:], SandboxLimits(cpu_s=90, wall_s=90, request_s=90))
+    scorer = SandboxedHost(SPECS[1:], SandboxLimits(cpu_s=90, wall_s=90, request_s=90))
     scorer.start()
     assert scorer.worker_pid is not None
     worker = psutil.Process(scorer.worker_pid)
     processes = [worker, *worker.children(recursive=True)]
-    results: list[ScoredGroup | ScoreFailure] = []
+    results: list[ScoredGroup | HostFailure] = []
     endless = completions("9**9**9")
-    thread = threading.Thread(target=lambda: results.append(scorer.score(COUNTDOWN, 0, 0, endless)))
+    thread = threading.Thread(target=lambda: results.append(scored(scorer, COUNTDOWN, 0, endless)))
     thread.start()
     while len(worker.children(recursive=True)) < len(processes):
         thread.join(timeout=0.001)  # until a fork evaluates the answer
     scorer.close()
     thread.join(timeout=5)
     assert psutil.wait_procs(processes, timeout=5)[1] == []
-    assert isinstance(results[0], ScoreFailure)
+    assert isinstance(results[0], HostFailure)
     assert results[0].reason is FailureReason.UNAVAILABLE
 
 
@@ -188,14 +213,15 @@ def test_close_does_not_wait_for_an_endless_answer() -> None:
 def test_killing_the_node_ends_the_worker_even_amid_an_endless_answer() -> None:
     code = (
         "import sys, threading\n"
-        "from node.environment.tasks import Completion\n"
+        "from node.environment.host import Answers\n"
+        "from node.environment.records import Completion\n"
         "from protocol.messages import EnvironmentSpec\n"
         "from node.sandbox.records import SandboxLimits\n"
-        "from node.sandbox.scorer import Scorer\n"
+        "from node.sandbox.host import SandboxedHost\n"
         "limits = SandboxLimits(cpu_s=90, wall_s=90, request_s=90)\n"
-        f"scorer = Scorer([EnvironmentSpec({COUNTDOWN!r})], limits)\n"
+        f"scorer = SandboxedHost([EnvironmentSpec({COUNTDOWN!r})], limits)\n"
         "scorer.start()\n"
-        f"work = lambda: scorer.score({COUNTDOWN!r}, 0, 0, [Completion('9**9**9', True)])\n"
+        f"work = lambda: scorer.score([Answers({COUNTDOWN!r}, 0, (Completion('9**9**9', True),))])\n"
         "threading.Thread(target=work).start()\n"
         "sys.stdout.write(f'{scorer.worker_pid}\\n'); sys.stdout.flush()\n"
     )
@@ -216,7 +242,7 @@ def test_killing_the_node_ends_the_worker_even_amid_an_endless_answer() -> None:
 @pytest.mark.slow
 def test_an_environment_that_cannot_be_opened_says_why() -> None:
     with pytest.raises(SandboxError, match="spell_backward: word may not be set"):
-        Scorer([EnvironmentSpec(SPELL, '{"word":1}')]).start()
+        SandboxedHost([EnvironmentSpec(SPELL, '{"word":1}')]).start()
 
 
 EVIL = """
@@ -261,26 +287,30 @@ def test_nothing_of_an_environment_is_imported_before_the_walls_stand(
         (packages / "evil_tasks/__init__.py").write_text(source)
         monkeypatch.syspath_prepend(str(packages))
         with pytest.raises(SandboxError) as refused:
-            Scorer([EnvironmentSpec("evil", "{}")]).start()
+            SandboxedHost([EnvironmentSpec("evil", "{}")]).start()
     assert "imported, and tried: ['FileNotFoundError', 'PermissionError', 'OSError']" in str(refused.value)
     assert not (tmp_path / "marker").exists()
 
 
 def test_specs_are_checked_before_any_process() -> None:
     with pytest.raises(SandboxError, match="not JSON"):
-        Scorer([EnvironmentSpec(SPELL, "{")])
+        SandboxedHost([EnvironmentSpec(SPELL, "{")])
     with pytest.raises(SandboxError, match="JSON object"):
-        Scorer([EnvironmentSpec(SPELL, "[]")])
+        SandboxedHost([EnvironmentSpec(SPELL, "[]")])
     with pytest.raises(SandboxError, match="different names"):
-        Scorer([SPECS[0], SPECS[0]])
+        SandboxedHost([SPECS[0], SPECS[0]])
 
 
 def test_before_start_nothing_is_scored() -> None:
-    scorer = Scorer(SPECS)
-    result = scorer.score(SPELL, 0, 0, completions("a"))
-    assert result == ScoreFailure(FailureReason.UNAVAILABLE, "the scorer is not running")
+    scorer = SandboxedHost(SPECS)
+    result = scored(scorer, SPELL, 0, completions("a"))
+    assert result == HostFailure(FailureReason.UNAVAILABLE, "the sandbox is not running")
     with pytest.raises(SandboxError, match="start"):
         _ = scorer.report
+
+
+def group(*texts: str, seed: int = 0) -> Answers:
+    return Answers(SPELL, seed, tuple(completions(*texts)))
 
 
 @pytest.mark.parametrize(
@@ -289,13 +319,27 @@ def test_before_start_nothing_is_scored() -> None:
 )
 def test_each_end_of_a_fork_has_its_reason(status: ForkStatus, reason: FailureReason) -> None:
     outcome = Outcome(1, (ForkResult(3, 1, status, "why", b""),))
-    assert _read_outcome(outcome, 4) == ScoreFailure(reason, "why", 3)
+    assert scores_of(outcome, [group(*"abcd")]) == ([HostFailure(reason, "why", 3)], [])
 
 
 def test_missing_results_are_malformed() -> None:
-    result = _read_outcome(Outcome(1, ()), 2)
-    assert isinstance(result, ScoreFailure)
-    assert result.reason is FailureReason.MALFORMED
+    ((result,), shared) = scores_of(Outcome(1, ()), [group(*"ab")])
+    assert isinstance(result, HostFailure)
+    assert (result.reason, shared) == (FailureReason.MALFORMED, [])
+
+
+def test_a_fork_that_several_groups_shared_says_which_to_try_alone() -> None:
+    outcome = Outcome(1, (ForkResult(0, 3, ForkStatus.TIMEOUT, "CPU time", b""),))
+    results, shared = scores_of(outcome, [group("a"), group("b", "c"), group()])
+    assert results[:2] == [HostFailure(FailureReason.TIMEOUT, "CPU time")] * 2
+    assert results[2] == ScoredGroup(())
+    assert shared == [0, 1]
+
+
+def test_a_request_that_broke_is_nobodys_fault() -> None:
+    outcome = Outcome(1, (ForkResult(0, 0, ForkStatus.BROKEN, "OSError", b""),))
+    assert scores_of(outcome, [group("a")])[0] == [HostFailure(FailureReason.UNAVAILABLE, "OSError")]
+    assert questions_of(outcome, 2, 100)[0] == [HostFailure(FailureReason.UNAVAILABLE, "OSError")] * 2
 
 
 def test_limits_have_room_for_the_worst_honest_answer() -> None:
