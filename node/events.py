@@ -422,7 +422,8 @@ class Health(Event, frozen=True, kw_only=True):
     transport_restarts: int
     sandbox_restarts: int
     host_waited_s: float = 0.0
-    """Seconds that threads of this node have waited for tasks since it started, questions and own answers."""
+    """Seconds that threads of this node have waited for tasks since it started: questions and own answers.
+    Other work goes on beside them."""
     refused: dict[str, int]
     """Refusals below verification (rate, size, signature ...) by reason."""
     announced: int
