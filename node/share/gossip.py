@@ -301,7 +301,7 @@ class Gossip:
                     connected = {peer.peer_id: None for peer in await self.transport.peers()}
                 except TransportError:
                     connected = {}
-                self._push.neighbours = [each for each in connected if self._membership.is_member(each)]
+                self._push.choose([each for each in connected if self._membership.is_member(each)])
                 if connected and self.first_neighbour_at is None:
                     self.first_neighbour_at = self._runtime.now_ms()
                 due = [peer_id for peer_id in connected if peer_id not in before]

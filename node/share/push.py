@@ -1,15 +1,15 @@
 """The fast way of gossip: a new envelope goes at once, and once, to a few neighbours over streams of our own.
 
-    push(envelope) --> outboxes of FANOUT neighbours --> one stream a neighbour, open while there is work
+    push(envelope) --> outboxes of those chosen, and of those that chose us --> one stream each, while needed
     neighbour's stream --> size, rate --> take(envelope): the caller opens it --> what is new is pushed on
 
-Each node pushes an envelope on when it is new to it, to FANOUT random neighbours besides the one it came
-from. That is the epidemic of Demers et al. ("infect and die"): of n nodes, all hear of it with probability
-about exp(-exp(ln n - FANOUT)) (Kermarrec et al. 2003; proven), 0.97 for 8 and a hundred nodes; whoever is
-left out has it from reconciliation. Twelve real nodes, fifty announcements: all 550 heard, in 9.0 ms at the
-median (GossipSub in the same run 8.4; p99 37 and 16, for a first push opens a stream). Who pushes is known
-and answers for what it pushes, which GossipSub does not give, and nothing that a neighbour sends here makes
-anybody dial: GossipSub's peer exchange does.
+Each node chooses CHOSEN random neighbours and says so by opening a stream; an envelope that is new to it goes
+to those and to whoever has chosen it, but for the one it came from. Such a graph is connected from two
+choices on, with a probability that tends to 1 (Fenner and Frieze 1982; proven), so everybody hears, also who
+has few links to neighbours with many, whom eight random ones a message would rarely hit. One choice changes
+every ROTATE_S, so nobody stays with neighbours that pass nothing on. Who pushes is known and answers for what
+it pushes, which GossipSub does not give, and nothing that a neighbour sends here makes anybody dial:
+GossipSub's peer exchange does. Figures: docs/decisions/01-network.md.
 
 Lossy by design: an outbox that is full, a neighbour that does not read or is gone lose what they lose. Not
 for the content of envelopes, nor for the repair (`gossip.py`).
@@ -20,8 +20,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+
+from cachetools import TTLCache
 
 from node.peers.backoff import Backoff
 from node.runtime import Runtime
@@ -32,11 +34,17 @@ from protocol.errors import LimitError, TransportError
 from protocol.messages import PeerId
 from protocol.topics import ANNOUNCE_PROTOCOL
 
-__all__ = ["FANOUT", "Push"]
+__all__ = ["CHOSEN", "STREAM_LIFE_S", "Push"]
 
 logger = logging.getLogger(__name__)
 
-FANOUT = 8
+CHOSEN = 4
+CHOSEN_BY = 12
+"""Neighbours that chose us and are pushed to; more are drawn from."""
+ROTATE_S = 60.0
+REMEMBERED_S = 600.0
+"""How long a neighbour counts as one that chose us after it last opened a stream; longer than CHOSEN times
+ROTATE_S, after which an honest one has opened another."""
 OUTBOX_COUNT = 256
 """Envelopes that wait for one neighbour; the oldest goes first."""
 BATCH_COUNT = 32
@@ -67,11 +75,14 @@ class Push:
         transport: Transport,
         take: Callable[[bytes, PeerId], None],
     ) -> None:
-        self.neighbours: Sequence[PeerId] = ()
-        """Whom to push to: members that are connected now."""
         self._runtime = runtime
         self._transport = transport
         self._take = take
+        self._neighbours: Collection[PeerId] = ()
+        self._chosen: dict[PeerId, None] = {}
+        """The oldest choice first."""
+        self._chosen_by: TTLCache[PeerId, None] = TTLCache(1024, REMEMBERED_S, timer=runtime.monotonic_s)
+        self._rotated_s = runtime.monotonic_s()
         self._links: dict[PeerId, _Link] = {}
         self._group: asyncio.TaskGroup | None = None
         self._backoff: Backoff[PeerId] = Backoff(1.0, 30.0, max_keys=1024)
@@ -86,23 +97,43 @@ class Push:
             self._group = None
             self._links.clear()
 
-    def push(self, envelope: bytes, came_from: PeerId | None = None) -> None:
-        """To FANOUT neighbours that may be asked now, or all where they are fewer. Never waits."""
-        if self._group is None:
-            return
+    def choose(self, neighbours: Collection[PeerId]) -> None:
+        """These members are connected now; to be called every second or so."""
+        self._neighbours = neighbours
         now_s = self._runtime.monotonic_s()
-        able = [
-            peer_id
-            for peer_id in self.neighbours
-            if peer_id != came_from and not self._backoff.ready_in_s(peer_id, now_s)
-        ]
-        for peer_id in able if len(able) <= FANOUT else self._runtime.rng.sample(able, FANOUT):
-            link = self._links.get(peer_id)
-            if link is None:
-                link = self._links[peer_id] = _Link()
+        if now_s - self._rotated_s >= ROTATE_S and len(neighbours) > len(self._chosen) >= CHOSEN:
+            self._rotated_s = now_s
+            del self._chosen[next(iter(self._chosen))]
+        able = [peer_id for peer_id in neighbours if self._is_able(peer_id, now_s)]
+        self._chosen = {peer_id: None for peer_id in self._chosen if peer_id in able}
+        free = [peer_id for peer_id in able if peer_id not in self._chosen]
+        for peer_id in self._runtime.rng.sample(free, min(len(free), CHOSEN - len(self._chosen))):
+            self._chosen[peer_id] = None
+            self._link(peer_id)
+
+    def push(self, envelope: bytes, came_from: PeerId | None = None) -> None:
+        """To those chosen and those that chose us. Never waits."""
+        now_s = self._runtime.monotonic_s()
+        by = [each for each in self._chosen_by if each in self._neighbours and each not in self._chosen]
+        by = by if len(by) <= CHOSEN_BY else self._runtime.rng.sample(by, CHOSEN_BY)
+        for peer_id in (*self._chosen, *by):
+            if peer_id != came_from and self._is_able(peer_id, now_s):
+                link = self._link(peer_id)
+                link.outbox.append(envelope)
+                link.work.set()
+
+    def _is_able(self, peer_id: PeerId, now_s: float) -> bool:
+        return not self._backoff.ready_in_s(peer_id, now_s)
+
+    def _link(self, peer_id: PeerId) -> _Link:
+        """The one to this neighbour, with a stream that stands or is on its way."""
+        link = self._links.get(peer_id)
+        if link is None:
+            link = _Link()
+            if self._group is not None:
+                self._links[peer_id] = link
                 self._group.create_task(self._serve(peer_id, link))
-            link.outbox.append(envelope)
-            link.work.set()
+        return link
 
     async def _serve(self, peer_id: PeerId, link: _Link) -> None:
         """us -> neighbour, until there is nothing more to say for a while."""
@@ -110,11 +141,13 @@ class Push:
         try:
             stream = await self._transport.open_stream(peer_id, ANNOUNCE_PROTOCOL)
             try:
-                while await _has_work(link) and self._runtime.monotonic_s() - began_s < SENDER_LIFE_S:
+                self._backoff.succeeded(peer_id)
+                while await _has_work(link):
                     while link.outbox:
                         count = min(BATCH_COUNT, len(link.outbox))
                         await stream.send(*[link.outbox.popleft() for _ in range(count)])
-                    self._backoff.succeeded(peer_id)
+                    if self._runtime.monotonic_s() - began_s > SENDER_LIFE_S:
+                        break
             finally:
                 del self._links[peer_id]  # before anything waits: the next push finds no link, and makes one
                 await stream.close()
@@ -125,6 +158,7 @@ class Push:
 
     async def receive(self, stream: Stream) -> None:
         """neighbour -> us: take what it pushes, until it closes the stream."""
+        self._chosen_by[stream.peer_id] = None
         while True:
             envelope = await stream.receive(MAX_ENVELOPE_BYTES)
             cost = ENVELOPE_BYTES + len(envelope)
