@@ -171,13 +171,18 @@ class Policy:
         for name, tensor in model.state_dict(keep_vars=True).items():
             tied.setdefault(id(tensor), []).append(name)
         files = self.tensor_shapes()
-        for names in tied.values():
-            if not any(name in files for name in names):
-                raise ModelError(
-                    f"vLLM cannot take updates of {self.path}: {names[0]} in memory has another name in its "
-                    f"files ({self.model_type} models are changed when they are loaded); set rollout.engine "
-                    "to 'transformers'"
-                )
+        renamed = [names[0] for names in tied.values() if not any(name in files for name in names)]
+        if len(renamed) == len(tied):
+            raise ModelError(
+                f"{self.path} holds no tensor of a {self.model_type} model: config.json and weights do not "
+                "belong together"
+            )
+        if renamed:
+            raise ModelError(
+                f"vLLM cannot take updates of {self.path}: {renamed[0]} in memory has another name in its "
+                f"files ({self.model_type} models are changed when they are loaded); set rollout.engine to "
+                "'transformers'"
+            )
 
     def load_model(self, device: str | torch.device = "cpu", dtype: str = "float32") -> PreTrainedModel:
         """A fresh copy of the weights in evaluation mode, as engine and trainer must not share tensors."""
