@@ -11,12 +11,16 @@ home stops that (`node/state/lock.py`).
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from node.events import NoticeLevel
-from node.membership import Membership
-from node.peers.book import PeerBook
-from node.runtime import Runtime
-from node.state.stores import ReplayGuard, SequenceSource
-from protocol.messages import PeerId
+
+if TYPE_CHECKING:  # `swarm status` knows the reason by name, and loads nothing for it
+    from node.membership import Membership
+    from node.peers.book import PeerBook
+    from node.runtime import Runtime
+    from node.state.stores import ReplayGuard, SequenceSource
+    from protocol.messages import PeerId
 
 __all__ = ["TWIN_REASON", "TwinWatch"]
 

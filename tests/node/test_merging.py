@@ -27,11 +27,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compiled_merge")]
 
 MERGING: dict[str, Any] = {
     "merge__enabled": True,
-    "merge__every_windows": 4,  # 8 s
+    "merge__every_windows": 5,  # 10 s
     "merge__settle_s": 2.0,
     "merge__probe_prompts": 16,
     "merge__tolerance": 1.0,  # rewards lie in [0, 1]: everything is adopted
-    "train__steps": 30,
+    "train__steps": 45,
     "train__local_groups": 2,
 }
 
@@ -67,7 +67,7 @@ def test_trainers_that_merge_have_the_same_weights_and_followers_get_them(
                 judged = toy.of(MergeJudged)
                 assert judged
                 assert all(event.adopted for event in judged)
-                assert set(judged[-1].authors) == {each.peer_id for each in nodes}
+                assert {each.peer_id for each in nodes} in [set(event.authors) for event in judged]
                 for event in judged:
                     kind, digest = published(toy)[event.policy_version]
                     assert kind == "anchor"
@@ -153,7 +153,7 @@ def test_what_was_contributed_counts_no_more_once_the_engine_has_failed_for_good
 ) -> None:
     async def main() -> None:
         async with ToySwarm(tmp_path, policies) as swarm:
-            ann, ben, cat = await trainers(swarm, "ann", "ben", "cat", train__steps=50)
+            ann, ben, cat = await trainers(swarm, "ann", "ben", "cat", train__steps=90)
             swarm.start()
             async with asyncio.timeout(60):
                 while not all(toy.of(MergeJudged) for toy in (ann, ben, cat)):  # noqa: ASYNC110

@@ -69,7 +69,8 @@ def test_prompts_are_the_same_in_another_process_under_another_hash_seed(
     demo: dict[str, Environment],
 ) -> None:
     code = (
-        "import json; from node.environment.tasks import *\n"
+        "import json; from node.environment.tasks import open_environment\n"
+        "from node.environment.installed import DEMO_ENVIRONMENTS\n"
         "print(json.dumps([[open_environment(s.name, json.loads(s.config)).prompt(2**63 - 1, i).text"
         " for i in range(5)] for s in DEMO_ENVIRONMENTS]))"
     )
