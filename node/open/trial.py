@@ -11,15 +11,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from node.events import NoticeLevel
 from node.open.engine import NoticeFunction
 from node.rollout.engine.base import Engine, GenerationRequest, TokenSequence
-from node.rollout.engine.parity import parity
+from node.rollout.engine.parity import largest_gap
 from node.rollout.policy import Policy
 from protocol.errors import ModelError
 from protocol.messages import Sampling
+from protocol.rollouts import parse_tokens
 
 if TYPE_CHECKING:
     from node.train.step import Trainer
@@ -40,12 +39,11 @@ def try_policy(policy: Policy, engine: Engine, trainer: Trainer | None, notice: 
     prompt = tuple(policy.encode_prompt(QUESTION))
     request = GenerationRequest(prompt, 2, 1, Sampling(temperature=1.0, max_new_tokens=TOKENS))
     (rollouts,) = engine.generate([request])
-    sampled = [each.answer for each in rollouts]
-    sequences = [
-        TokenSequence(prompt, tuple(np.frombuffer(each.token_ids, "<u4").tolist())) for each in sampled
-    ]
+    sampled = [parse_tokens(each) for each in rollouts]
+    sequences = [TokenSequence(prompt, tuple(each.token_ids_T.tolist())) for each in sampled]
+    scored = engine.logprobs(sequences)
     tolerance = TOLERANCE.get(engine.dtype, COARSE_TOLERANCE)
-    off = parity(engine, [np.frombuffer(each.logprobs, "<f4") for each in sampled], sequences)
+    off = largest_gap([each.logprobs_T for each in sampled], scored)
     if not off <= tolerance:
         raise ModelError(
             f"the {engine.name} engine scores what it has just sampled of {policy.path} otherwise, by "
@@ -53,7 +51,7 @@ def try_policy(policy: Policy, engine: Engine, trainer: Trainer | None, notice: 
         )
     if trainer is None:
         return
-    off = parity(engine, trainer.logprobs(sequences), sequences)
+    off = largest_gap(trainer.logprobs(sequences), scored)
     if not off <= tolerance:
         raise ModelError(
             f"trainer and {engine.name} engine give the tokens of {policy.path} probabilities {off:.3g} nats "

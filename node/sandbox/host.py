@@ -12,6 +12,7 @@ Rewards claimed by peers never come here, and what a failure costs its author is
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import sys
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from node.environment.host import Answers, FailureReason, HostFailure, ScoredGroup
 from node.sandbox.channel import ChannelError, WorkerProcess
+from node.sandbox.chunks import chunks
 from node.sandbox.records import (
     Door,
     ForkResult,
@@ -166,10 +168,8 @@ class SandboxedHost:
         for first in range(0, len(seeds), _REQUEST_ITEMS):
             some = tuple(seeds[first : first + _REQUEST_ITEMS])
             answered, together = self._questions(environment, some)
-            end_s = self._monotonic_s() + _ALONE_S
-            for number in together:
-                if self._monotonic_s() < end_s:
-                    answered[number] = self._questions(environment, (some[number],))[0][0]
+            for number in self._in_time(together):
+                answered[number] = self._questions(environment, (some[number],))[0][0]
             made += answered
         return made
 
@@ -181,14 +181,18 @@ class SandboxedHost:
         asked = [number for number, refusal in enumerate(made) if refusal is None]
         scored: dict[int, ScoredGroup | HostFailure] = {}
         door = Door.PEERS if strangers else Door.OWN
-        for some in _batches(asked, groups, 1 if strangers else _REQUEST_ITEMS):
+        most = 1 if strangers else _REQUEST_ITEMS
+        for some in chunks(asked, lambda number: len(groups[number].completions), most):
             results, together = self._scores(door, [groups[number] for number in some])
             scored |= zip(some, results, strict=True)
-            end_s = self._monotonic_s() + _ALONE_S
-            for number in (some[each] for each in together):
-                if self._monotonic_s() < end_s:
-                    scored[number] = self._scores(door, [groups[number]])[0][0]
+            for number in self._in_time([some[each] for each in together]):
+                scored[number] = self._scores(door, [groups[number]])[0][0]
         return [refusal or scored[number] for number, refusal in enumerate(made)]
+
+    def _in_time(self, numbers: Sequence[int]) -> Iterator[int]:
+        """Those of these that are come to within _ALONE_S."""
+        end_s = self._monotonic_s() + _ALONE_S
+        return itertools.takewhile(lambda _: self._monotonic_s() < end_s, numbers)
 
     def _refusal(self, group: Answers) -> HostFailure | None:
         """What can be refused without asking the worker."""
@@ -205,9 +209,9 @@ class SandboxedHost:
             if size > self.limits.completion_bytes:
                 detail = f"{size} bytes, more than {self.limits.completion_bytes}"
                 return HostFailure(FailureReason.MALFORMED, detail, position)
-        weak = self._report is not None and not self._report.may_evaluate
-        if weak and self._report is not None and group.environment in self._started.evaluating:
-            return HostFailure(FailureReason.REFUSED, describe(self._report))
+        report = self._report
+        if report is not None and not report.may_evaluate and group.environment in self._started.evaluating:
+            return HostFailure(FailureReason.REFUSED, describe(report))
         return None
 
     def _questions(
@@ -346,21 +350,6 @@ class SandboxedHost:
         """The first replacement comes at once; the next ones after 0.5, 1, 2 ... 60 seconds."""
         self._retry_at_s = self._monotonic_s() + self._pause_s
         self._pause_s = min(_PAUSE_LONGEST_S, max(_PAUSE_FIRST_S, 2 * self._pause_s))
-
-
-def _batches(numbers: Sequence[int], groups: Sequence[Answers], most: int) -> Iterator[list[int]]:
-    """Numbers of groups that go in one request, of up to `most` completions."""
-    some: list[int] = []
-    items = 0
-    for number in numbers:
-        size = len(groups[number].completions)
-        if some and items + size > most:
-            yield some
-            some, items = [], 0
-        some.append(number)
-        items += size
-    if some:
-        yield some
 
 
 def _config(environment: EnvironmentSpec) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import msgspec
 from node.environment.guard import guarded_question, guarded_score
 from node.environment.host import Answers
 from node.environment.records import Completion, Environment, Prompt
+from node.sandbox.chunks import chunks
 from node.sandbox.detection import Detector
 from node.sandbox.forks import EXIT_FORBIDDEN, Batch, ForkRunner, Job
 from node.sandbox.probes import attempt
@@ -149,16 +150,14 @@ def _sharing(
 ) -> Iterator[list[Answers]]:
     """Groups that share their forks: neighbours of one environment that only compares, up to `most`
     completions."""
-    shared: list[Answers] = []
-    for each in groups:
-        items = sum(len(other.completions) for other in shared) + len(each.completions)
-        alone = environments[each.environment].evaluates_answers
-        if shared and (alone or items > most or each.environment != shared[0].environment):
-            yield shared
-            shared = []
-        shared.append(each)
-    if shared:
-        yield shared
+    return chunks(
+        groups,
+        lambda each: len(each.completions),
+        most,
+        lambda first, each: (
+            each.environment == first.environment and not environments[each.environment].evaluates_answers
+        ),
+    )
 
 
 def read_frame(descriptor: int) -> bytes:

@@ -31,6 +31,7 @@ from node.share.heard import Heard
 from node.share.push import STREAM_LIFE_S, Push
 from node.share.store import SHORT_DIGEST_BYTES, AnnouncementStore, StoredAnnouncement, short_digest
 from node.state.stores import ReplayGuard, SequenceSource
+from node.supervise import run_endless
 from node.transport.base import Stream, Transport
 from node.transport.limits import KeyedTokenBuckets
 from protocol.codec import decode, digest, encode
@@ -145,10 +146,8 @@ class Gossip:
         """Take, answer, push and ask. Ends only by cancellation."""
         self.transport.serve(RECONCILE_PROTOCOL, self._answer)
         self.transport.serve(ANNOUNCE_PROTOCOL, self._hear, deadline_s=STREAM_LIFE_S)
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._push.run())
-            group.create_task(self._ask_neighbours())
-            self.listening.set()
+        self.listening.set()
+        await run_endless(push=self._push.run(), ask=self._ask_neighbours())
 
     async def announce(self, announcement: Announcement, ttl_ms: int) -> Digest:
         """Sign and store an announcement of ours; returns its envelope's digest.

@@ -34,7 +34,7 @@ from protocol.errors import LimitError, TransportError
 from protocol.messages import PeerId
 from protocol.topics import ANNOUNCE_PROTOCOL
 
-__all__ = ["CHOSEN", "STREAM_LIFE_S", "Push"]
+__all__ = ["STREAM_LIFE_S", "Push"]
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class Push:
         self._runtime = runtime
         self._transport = transport
         self._take = take
-        self._neighbours: Collection[PeerId] = ()
+        self._neighbours: frozenset[PeerId] = frozenset()
         self._chosen: dict[PeerId, None] = {}
         """The oldest choice first."""
         self._chosen_by: TTLCache[PeerId, None] = TTLCache(1024, REMEMBERED_S, timer=runtime.monotonic_s)
@@ -99,12 +99,12 @@ class Push:
 
     def choose(self, neighbours: Collection[PeerId]) -> None:
         """These members are connected now; to be called every second or so."""
-        self._neighbours = neighbours
+        self._neighbours = frozenset(neighbours)
         now_s = self._runtime.monotonic_s()
         if now_s - self._rotated_s >= ROTATE_S and len(neighbours) > len(self._chosen) >= CHOSEN:
             self._rotated_s = now_s
             del self._chosen[next(iter(self._chosen))]
-        able = [peer_id for peer_id in neighbours if self._is_able(peer_id, now_s)]
+        able = {peer_id: None for peer_id in neighbours if self._is_able(peer_id, now_s)}
         self._chosen = {peer_id: None for peer_id in self._chosen if peer_id in able}
         free = [peer_id for peer_id in able if peer_id not in self._chosen]
         for peer_id in self._runtime.rng.sample(free, min(len(free), CHOSEN - len(self._chosen))):
@@ -137,24 +137,23 @@ class Push:
 
     async def _serve(self, peer_id: PeerId, link: _Link) -> None:
         """us -> neighbour, until there is nothing more to say for a while."""
-        began_s = self._runtime.monotonic_s()
+        began_s, stream = self._runtime.monotonic_s(), None
         try:
             stream = await self._transport.open_stream(peer_id, ANNOUNCE_PROTOCOL)
-            try:
-                self._backoff.succeeded(peer_id)
-                while await _has_work(link):
-                    while link.outbox:
-                        count = min(BATCH_COUNT, len(link.outbox))
-                        await stream.send(*[link.outbox.popleft() for _ in range(count)])
-                    if self._runtime.monotonic_s() - began_s > SENDER_LIFE_S:
-                        break
-            finally:
-                del self._links[peer_id]  # before anything waits: the next push finds no link, and makes one
-                await stream.close()
+            self._backoff.succeeded(peer_id)
+            while await _has_work(link):
+                while link.outbox:
+                    count = min(BATCH_COUNT, len(link.outbox))
+                    await stream.send(*[link.outbox.popleft() for _ in range(count)])
+                if self._runtime.monotonic_s() - began_s > SENDER_LIFE_S:
+                    break
         except TransportError as error:
-            self._links.pop(peer_id, None)
             self._backoff.failed(peer_id, self._runtime.monotonic_s())
             logger.debug("pushing to %s ended: %s", peer_id, error)
+        finally:
+            del self._links[peer_id]  # before anything waits: the next push finds no link, and makes one
+            if stream is not None:
+                await stream.close()
 
     async def receive(self, stream: Stream) -> None:
         """neighbour -> us: take what it pushes, until it closes the stream."""

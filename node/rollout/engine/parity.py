@@ -25,6 +25,7 @@ __all__ = [
     "PROBE_TOKENS",
     "ParityError",
     "ParityProbe",
+    "largest_gap",
     "make_probe",
     "parity",
     "probe_sequences",
@@ -42,9 +43,16 @@ class ParityError(EngineError):
 def parity(
     engine: Engine, reference_logprobs: Sequence[NDArray[np.float32]], sequences: Sequence[TokenSequence]
 ) -> float:
+    """`largest_gap` between the engine and a reference."""
+    return largest_gap(reference_logprobs, engine.logprobs(sequences))
+
+
+def largest_gap(
+    reference_logprobs: Sequence[NDArray[np.float32]], logprobs: Sequence[NDArray[np.float32]]
+) -> float:
     """Largest absolute difference in nats; infinite where either side is not finite or a length differs."""
     largest = 0.0
-    for ours, theirs in zip(reference_logprobs, engine.logprobs(sequences), strict=True):
+    for ours, theirs in zip(reference_logprobs, logprobs, strict=True):
         if ours.shape != theirs.shape:
             return float("inf")
         gap = np.abs(np.asarray(ours, np.float64) - np.asarray(theirs, np.float64))
