@@ -110,7 +110,7 @@ def _make(target: Path, source: _Source, what: str, notice: Notice) -> bool:
                 folder = Path(temporary, target.name)
                 folder.mkdir()
                 source.fill(folder, notice)
-                _require_policy(folder, what)
+                _try_policy(folder, what, notice)
                 _write_sums(folder, source.origin)
                 for path in (*folder.iterdir(), folder):
                     sync(path)
@@ -161,11 +161,14 @@ def _source(what: str, deadline_s: float) -> _Source:
     )
 
 
-def _require_policy(folder: Path, what: str) -> None:
+def _try_policy(folder: Path, what: str, notice: Notice) -> None:
+    """Raises ModelError, in which the folder is called `what`."""
+    from node.open.trial import try_alone
     from node.rollout.policy import Policy
 
+    notice("trying the policy")
     try:
-        Policy.open(folder)
+        notice(try_alone(Policy.open(folder)))
     except ModelError as error:
         raise ModelError(str(error).replace(str(folder), what)) from None
 
@@ -213,7 +216,9 @@ def _get_from_hub(hub_id: str, deadline_s: float, folder: Path, notice: Notice) 
 
 
 def _copy(source: Path, folder: Path, notice: Notice) -> None:
-    _require_policy(source, str(source))
+    from node.rollout.policy import Policy
+
+    Policy.open(source)  # large folders that are none are not copied
     notice(f"copying {source}")
     for file in sorted(source.iterdir()):
         if file.is_file() and any(file.match(pattern) for pattern in _COPIED):

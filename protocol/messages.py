@@ -141,7 +141,7 @@ class TokenizerSpec(Record, frozen=True):
     name: Name
     digest: Digest
     vocab_size: Annotated[int, Meta(ge=1, le=2**24)]
-    """Rows of the output layer: token ids lie below it."""
+    """Token ids lie below it."""
     end_token_ids: Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=16)]
     """Any of them ends a completion. Ascending."""
 

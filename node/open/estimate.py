@@ -88,7 +88,7 @@ class ModelFacts:
             heads=heads,
             kv_heads=int(config.get("num_key_value_heads") or heads),
             head_dim=int(config.get("head_dim") or hidden // heads),
-            vocab=policy.vocab_size,
+            vocab=int(config["vocab_size"]),
             max_positions=policy.max_positions,
         )
 

@@ -79,7 +79,6 @@ def open_parts(
     if config.role == "trainer":
         restore(checkpoints)
     plan = memory_plan(config, charter, policy)
-    notice(NoticeLevel.INFO, "\n".join(plan.lines()))
     config = resolved(config, policy, plan)
     torch.manual_seed(config.seed)
     learner, draws = None, [peer_id]
@@ -93,10 +92,12 @@ def open_parts(
             resume(learner.trainer, engine, checkpoints)
             take_recent(learner.trainer, engine, run_dir.recent)
         if config.policy.sharing != "sequential":
-            try_policy(policy, engine, learner.trainer if learner is not None else None, notice)
+            spec = next(each for each in charter.tokenizers if each.digest == policy.tokenizer_digest)
+            try_policy(policy, spec, engine, learner.trainer if learner is not None else None, notice)
     except BaseException:
         engine.close()
         raise
+    notice(NoticeLevel.INFO, "\n".join(plan.lines()))
     return Parts(
         config=config,
         policy=policy,

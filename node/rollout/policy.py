@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from node.rollout.words import without_rows_beyond
+from node.rollout.words import with_words_only
 from protocol.errors import ModelError
 
 if TYPE_CHECKING:
@@ -47,7 +47,9 @@ class Policy:
     """SHA-256 of tokenizer.json; hex."""
     model_type: str
     vocab_size: int
-    """Rows of the output layer: token ids lie in [0, vocab_size)."""
+    """Token ids lie in [0, vocab_size), of as many rows at least."""
+    holes: tuple[int, ...]
+    """Ids in there that stand for no word, ascending."""
     eos_token_id: int
     """The end token of a text that was not sampled here."""
     end_token_ids: tuple[int, ...]
@@ -67,20 +69,12 @@ class Policy:
         _refuse_code(folder)
         config = _read_config(folder)
         tokenizer = _load_tokenizer(folder)
-        vocab_size = config.get("vocab_size")
-        if not isinstance(vocab_size, int) or vocab_size < 2:
-            raise ModelError(
-                f"{folder}/config.json has vocab_size {vocab_size!r}; it must be an integer above 1."
-            )
+        rows = config.get("vocab_size")
+        if not isinstance(rows, int) or rows < 2:
+            raise ModelError(f"{folder}/config.json has vocab_size {rows!r}; it must be an integer above 1.")
         template_encoder = tokenizer.backend_tokenizer
-        words = template_encoder.get_vocab(with_added_tokens=False)
-        largest = max(words, key=words.__getitem__, default="")
-        if words.get(largest, 0) >= vocab_size:
-            raise ModelError(
-                f"{folder} has {vocab_size} rows and its tokenizer the word {largest!r} with id "
-                f"{words[largest]}: any text may hold it; take the tokenizer that belongs to the weights"
-            )
-        text_encoder = _text_encoder(template_encoder, vocab_size)
+        ids = set(template_encoder.get_vocab(with_added_tokens=True).values())
+        words = min(rows, 1 + max(ids, default=0))
         eos = (
             tokenizer.eos_token_id
             if tokenizer.eos_token_id is not None
@@ -95,16 +89,17 @@ class Policy:
             base_model=base_model,
             tokenizer_digest=_digest([folder / "tokenizer.json"]),
             model_type=str(config.get("model_type")),
-            vocab_size=vocab_size,
+            vocab_size=rows,
+            holes=tuple(sorted(set(range(words)) - ids)),
             eos_token_id=eos,
-            end_token_ids=_end_tokens(folder, config, eos, vocab_size),
+            end_token_ids=_end_tokens(folder, config, eos, words),
             pad_token_id=pad,
             params=params,
             max_positions=_positions(folder),
             _tokenizer=tokenizer,
             _template_encoder=template_encoder,
-            _text_encoder=text_encoder,
-        )
+            _text_encoder=template_encoder,
+        ).limited_to(words)
         # a template may refuse what every task gives it, or leave it out
         if policy.encode_prompt("What is 3 + 4?") == policy.encode_prompt("Sort these words: tree, sun"):
             raise ModelError(
@@ -114,12 +109,23 @@ class Policy:
         return policy
 
     def limited_to(self, words: int) -> Policy:
-        """The same policy where only the first `words` rows stand for one: no engine samples another, and no
-        text is encoded as one."""
-        if words >= self.vocab_size:
-            return self
-        encoder = _text_encoder(self._template_encoder, words)
-        return replace(self, vocab_size=words, _text_encoder=encoder)
+        """The same policy where at most the first `words` rows stand for one: no engine samples another, and
+        no text is encoded as one. Raises ModelError where the tokenizer cannot do without those beyond."""
+        words = min(words, self.vocab_size)
+        base = self._template_encoder.get_vocab(with_added_tokens=False)
+        largest = max(base, key=base.__getitem__, default="")
+        if base.get(largest, 0) >= words:
+            raise ModelError(
+                f"{self.path} can use {words} rows, and its tokenizer has the word {largest!r} with id "
+                f"{base[largest]}: any text may hold it; take the tokenizer that belongs to the weights, and "
+                "a charter that knows all its words"
+            )
+        return replace(
+            self,
+            vocab_size=words,
+            holes=tuple(each for each in self.holes if each < words),
+            _text_encoder=_text_encoder(self._template_encoder, words),
+        )
 
     def encode_prompt(self, question: str) -> list[int]:
         """Token ids of the chat template around `question`, up to where the answer begins. Templates that
@@ -141,8 +147,7 @@ class Policy:
         ids = list(self._template_encoder.encode(str(text), add_special_tokens=False).ids)
         largest = max(ids, default=0)
         if largest >= self.vocab_size:
-            rows = f"the {self.vocab_size} rows of {self.path}"
-            raise ModelError(f"a prompt has token {largest}, which lies beyond {rows}")
+            raise ModelError(f"a prompt has token {largest}, beyond the {self.vocab_size} of {self.path}")
         return ids
 
     def encode_completion(self, text: str, finished: bool) -> list[int]:
@@ -214,7 +219,7 @@ class Policy:
                 f"{self.path}: the weights lack or misshape {len(lost)} tensors, the first is {lost[0]}."
             )
         chosen: PreTrainedModel = model.to(device).eval()
-        return without_rows_beyond(chosen, self.vocab_size)
+        return with_words_only(chosen, self.vocab_size, self.holes)
 
 
 def weight_facts(folder: Path) -> tuple[int, str]:

@@ -259,15 +259,21 @@ class Trainer:
             return self._in_memory(lambda: self._logprobs(sequences, lengths), lengths)
 
     def without_gradient(self, sequences: Sequence[TokenSequence]) -> list[str]:
-        """Names of what learns and has no gradient by any token of these few sequences. Changes nothing.
-        Raises ModelError for gradients that are no numbers, OutOfMemoryError."""
+        """Names of what learns and has no gradient by any token of these few sequences, or but zeros (with an
+        adapter those are right: one half of it begins at zero). Changes nothing. Raises ModelError for
+        gradients that are no numbers, OutOfMemoryError."""
         parameters = {
             name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad
         }
         with self._on_device(), torch.enable_grad():
             try:
                 torch.autograd.backward(self._scored(sequences).sum())
-                idle = [name for name, parameter in parameters.items() if parameter.grad is None]
+                zeros_count = self.settings.adapter is not None
+                idle = [
+                    name
+                    for name, parameter in parameters.items()
+                    if parameter.grad is None or not (zeros_count or bool(parameter.grad.any()))
+                ]
                 for name, parameter in parameters.items():
                     if parameter.grad is not None and not bool(parameter.grad.isfinite().all()):
                         raise ModelError(

@@ -15,9 +15,10 @@ import numpy as np
 
 from node.verify.base import ACCEPT, Item, Verdict, reject, suspect
 from node.verify.schema import tokenizer_spec
-from protocol.messages import Charter, Digest, FinishReason
+from protocol.messages import Charter, Digest, FinishReason, Rollout, TokenizerSpec
+from protocol.rollouts import TokenArrays
 
-__all__ = ["Decode", "PrefixConsistency", "Tokens"]
+__all__ = ["Decode", "PrefixConsistency", "Tokens", "tokens_fault"]
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids to text, special tokens removed."""
@@ -45,21 +46,30 @@ class Tokens:
         spec = tokenizer_spec(self._charter, item.announcement)
         if spec is None:
             return reject("unknown_tokenizer")
-        lowest = -(math.log(spec.vocab_size) + IMPOSSIBLE_NATS)
         decode = self._decoders.get(spec.digest)
         for rollout, arrays in zip(item.group.rollouts, item.tokens, strict=True):
-            if int(arrays.token_ids_T.max()) >= spec.vocab_size:
-                return reject("token_range")
-            ends_T = np.isin(arrays.token_ids_T, spec.end_token_ids)
-            if bool(ends_T[:-1].any()) or bool(ends_T[-1]) != (rollout.finish is FinishReason.STOP):
-                return reject("termination")
-            if rollout.finish is FinishReason.LENGTH and len(ends_T) != item.group.sampling.max_new_tokens:
-                return reject("termination")
-            if float(arrays.logprobs_T.min()) < lowest:
-                return reject("impossible_logprobs")
-            if decode is not None and decode(arrays.token_ids_T.tolist()) != rollout.text:
-                return reject("text_mismatch")
+            fault = tokens_fault(rollout, arrays, spec, item.group.sampling.max_new_tokens, decode)
+            if fault is not None:
+                return reject(fault)
         return ACCEPT
+
+
+def tokens_fault(
+    rollout: Rollout, arrays: TokenArrays, spec: TokenizerSpec, max_new_tokens: int, decode: Decode | None
+) -> str | None:
+    """Why no sampler can have produced this rollout, in a word; None where one can."""
+    if int(arrays.token_ids_T.max()) >= spec.vocab_size:
+        return "token_range"
+    ends_T = np.isin(arrays.token_ids_T, spec.end_token_ids)
+    if bool(ends_T[:-1].any()) or bool(ends_T[-1]) != (rollout.finish is FinishReason.STOP):
+        return "termination"
+    if rollout.finish is FinishReason.LENGTH and len(ends_T) != max_new_tokens:
+        return "termination"
+    if float(arrays.logprobs_T.min()) < -(math.log(spec.vocab_size) + IMPOSSIBLE_NATS):
+        return "impossible_logprobs"
+    if decode is not None and decode(arrays.token_ids_T.tolist()) != rollout.text:
+        return "text_mismatch"
+    return None
 
 
 class PrefixConsistency:

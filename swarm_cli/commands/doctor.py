@@ -330,8 +330,10 @@ def _version(package: str) -> str:
 
 
 def check_policy(config: NodeConfig) -> Finding:
-    """The policy can be opened, and the device that the configuration names is there."""
+    """The policy can be opened and does what a policy does, and the device that the configuration names is
+    there."""
     from node.open.machine import device_of
+    from node.open.trial import try_alone
     from node.rollout.policy import Policy
 
     try:
@@ -343,7 +345,12 @@ def check_policy(config: NodeConfig) -> Finding:
         device = device_of(config)
     except (SwarmError, ImportError) as error:
         return Finding("policy", False, str(error), "set policy.device, or mend the driver")
-    return Finding("policy", True, f"{policy.path} ({policy.params / 1e6:.2f} M parameters), on {device}")
+    try:
+        tried = try_alone(policy)
+    except (SwarmError, ImportError) as error:
+        return Finding("policy", False, str(error), "take another model")
+    what = f"{policy.path} ({policy.params / 1e6:.2f} M parameters), on {device}"
+    return Finding("policy", True, f"{what}; tried on the CPU: {tried}")
 
 
 def check_memory(config: NodeConfig) -> Finding:

@@ -31,7 +31,7 @@ def shared_arguments(settings: VllmConfig, policy: Policy, folder: Path, *, on_c
     )
     return memory | {
         "model": str(folder),
-        "additional_config": {WORDS: policy.vocab_size},
+        "additional_config": {WORDS: [policy.vocab_size, list(policy.holes)]},
         "generation_config": "vllm",  # not the folder's sampling defaults
         "trust_remote_code": False,
         "enable_prompt_embeds": False,

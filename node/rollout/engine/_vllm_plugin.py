@@ -18,7 +18,7 @@ PLUGIN = "murmuration"
 BACKEND = "murmuration"
 """Name of our engine in vLLM's weight-transfer factory."""
 WORDS = "murmuration_words"
-"""Key in vLLM's `additional_config`: rows from here on stand for no word."""
+"""Key in vLLM's `additional_config`: arguments of `refuse_rows`."""
 
 
 def register() -> None:
@@ -46,12 +46,12 @@ def _refuse_rows_without_a_word() -> None:
     made, forward = LogitsProcessor.__init__, LogitsProcessor.forward
     if hasattr(forward, "words"):
         return
-    words: list[int] = []
+    words: list[Any] = []
 
     def make(self: Any, *args: Any, **kwargs: Any) -> None:
         made(self, *args, **kwargs)
         config = get_current_vllm_config_or_none()
-        words[:] = [config.additional_config[WORDS]] if config and WORDS in config.additional_config else []
+        words[:] = config.additional_config.get(WORDS, ()) if config else ()
 
     def compute(self: Any, *args: Any, **kwargs: Any) -> Any:
         logits = forward(self, *args, **kwargs)

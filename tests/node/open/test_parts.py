@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from node.config import NodeConfig, load_config
 from node.environment.host import TrustedHost
@@ -17,11 +19,12 @@ from node.open import parts as opening
 from node.open.memory import BudgetError
 from node.open.parts import Learner, Parts, open_parts
 from node.rollout.adapter import adapter_tensors
-from node.rollout.engine.base import TokenSequence
+from node.rollout.engine.base import EngineError, TokenSequence
 from node.rollout.policy import Policy
 from node.state.paths import Home, bundled
 from node.train.checkpoint import save_checkpoint
 from protocol.charter import found
+from protocol.errors import ModelError
 from protocol.identity import Identity
 from protocol.messages import Charter
 
@@ -59,6 +62,18 @@ def test_too_little_memory_is_told_before_anything_is_loaded(
     config = config_of(tmp_path, policy__memory_gib=0.25)
     with pytest.raises(BudgetError, match=r"needs 0\.5 GiB here and may use 0\.2; raise policy\.memory_gib"):
         opened(config, charter)
+
+
+def test_a_policy_that_computes_no_numbers_is_refused_before_the_plan_is_told(
+    tmp_path: Path, charter: Charter
+) -> None:
+    folder = shutil.copytree(bundled("models/wren"), tmp_path / "wren")
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: each * float("nan") for name, each in weights.items()}, folder / "model.safetensors")
+    told: list[str] = []
+    with pytest.raises((ModelError, EngineError), match=r"(?i)probabilit|no number|not finite|\bnan\b"):
+        opened(config_of(tmp_path, policy__path=str(folder)), charter, told)
+    assert told == []
 
 
 @pytest.mark.slow

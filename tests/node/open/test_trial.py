@@ -5,20 +5,22 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 from node.config import load_config
 from node.open.settings import train_settings
-from node.open.trial import try_policy
-from node.rollout.engine.base import TokenSequence
+from node.open.trial import try_alone, try_policy
+from node.rollout.engine.base import GenerationRequest, TokenSequence
 from node.rollout.engine.transformers import TransformersEngine
 from node.rollout.policy import Policy
 from node.train.step import Trainer
 from protocol.charter import found
 from protocol.errors import ModelError
 from protocol.identity import Identity
+from protocol.messages import Rollout, TokenizerSpec
 
 
 @pytest.fixture
@@ -42,7 +44,8 @@ def trainer(policy: Policy, tmp_path: Path) -> Trainer:
 
 def told_of(policy: Policy, engine: TransformersEngine, trainer: Trainer) -> list[str]:
     told: list[str] = []
-    try_policy(policy, engine, trainer, lambda level, text: told.append(f"{level}: {text}"))
+    spec = TokenizerSpec("tiny", policy.tokenizer_digest, policy.vocab_size, policy.end_token_ids)
+    try_policy(policy, spec, engine, trainer, lambda level, text: told.append(f"{level}: {text}"))
     return told
 
 
@@ -82,3 +85,31 @@ def test_a_gradient_that_is_no_number_is_one_sentence(policy: Policy, trainer: T
     with pytest.raises(ModelError, match=r"cannot be trained in float32: the gradient of .* is no number"):
         told_of(policy, TransformersEngine(policy), trainer)
     assert all(parameter.grad is None for parameter in trainer.model.parameters())
+
+
+def test_what_peers_would_refuse_is_refused_with_their_word(policy: Policy, trainer: Trainer) -> None:
+    class Mumbles(TransformersEngine):
+        def generate(self, requests: list[GenerationRequest]) -> list[list[Rollout]]:  # type: ignore[override]
+            return [
+                [msgspec.structs.replace(each, text="other") for each in rollouts]
+                for rollouts in super().generate(requests)
+            ]
+
+    with pytest.raises(ModelError, match=r"peers would refuse what .* \(text_mismatch: tokens \[.*'other'\)"):
+        told_of(policy, Mumbles(policy), trainer)
+
+
+def test_a_gradient_of_zeros_does_not_learn_either(policy: Policy, trainer: Trainer) -> None:
+    weight = next(trainer.model.parameters())
+    weight.register_hook(lambda gradient: gradient * 0)
+    (told,) = told_of(policy, TransformersEngine(policy), trainer)
+    assert "reaches 1 of the weights" in told
+
+
+def test_a_policy_is_tried_without_a_charter_where_there_is_room(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert try_alone(policy) == "a sample, its scores and a gradient are right"
+    monkeypatch.setattr(Policy, "load_model", None)  # is not called
+    huge = dataclasses.replace(policy, params=10**12)
+    assert try_alone(huge).startswith("not tried: that takes 18626.5 GiB here and ")

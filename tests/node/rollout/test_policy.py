@@ -145,7 +145,7 @@ def test_a_word_without_a_row_matters_only_where_it_occurs(make_tiny_policy: Cal
     rows = policy.vocab_size
     assert policy.encode_prompt("spell abc")
     assert max(policy.encode_completion("a <image> b", finished=True)) < rows
-    with pytest.raises(ModelError, match=f"a prompt has token {rows}, which lies beyond the {rows} rows"):
+    with pytest.raises(ModelError, match=f"a prompt has token {rows}, beyond the {rows} of"):
         policy.encode_prompt("what is in <image>")
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from node.rollout.engine.base import GenerationRequest, TokenSequence
 from node.rollout.engine.transformers import TransformersEngine
@@ -17,13 +18,27 @@ from node.train.forward import completion_logprobs
 from protocol.errors import ModelError
 from protocol.messages import Sampling
 
-WORDS = 40
-"""Of the tiny policy's 46 rows."""
+ROWS, WORDS, HOLE = 46, 40, 20
+"""Of the tiny policy; WORDS and HOLE once its tokenizer has lost some words."""
+LEFT = [each for each in range(WORDS) if each != HOLE]
+
+
+def without_words(folder: Path, lost: Callable[[int], bool]) -> Path:
+    file = folder / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    words = tokenizer["model"]["vocab"]
+    tokenizer["model"]["vocab"] = {word: each for word, each in words.items() if not lost(each)}
+    file.write_text(json.dumps(tokenizer))
+    return folder
 
 
 @pytest.fixture
 def policy(make_tiny_policy: Callable[[], Path]) -> Policy:
-    return Policy.open(make_tiny_policy()).limited_to(WORDS)
+    return Policy.open(without_words(make_tiny_policy(), lambda each: each >= WORDS or each == HOLE))
+
+
+def test_they_are_found_at_the_end_and_in_between(policy: Policy) -> None:
+    assert (policy.vocab_size, policy.holes) == (WORDS, (HOLE,))
 
 
 def test_they_are_not_sampled_and_the_rest_is_one_distribution(policy: Policy) -> None:
@@ -31,18 +46,21 @@ def test_they_are_not_sampled_and_the_rest_is_one_distribution(policy: Policy) -
     prompt = tuple(policy.encode_prompt("abc"))
     (rollouts,) = engine.generate([GenerationRequest(prompt, 64, 1, Sampling(max_new_tokens=8))])
     sampled = np.concatenate([np.frombuffer(each.answer.token_ids, "<u4") for each in rollouts])
-    assert sampled.max() < WORDS
-    each_word = [TokenSequence(prompt, (word,), temperature=0.7) for word in range(WORDS)]
+    assert set(sampled.tolist()) <= set(LEFT)
+    each_word = [TokenSequence(prompt, (word,), temperature=0.7) for word in LEFT]
     total = sum(float(np.exp(np.float64(logprobs[0]))) for logprobs in engine.logprobs(each_word))
     assert total == pytest.approx(1.0, abs=1e-5)
 
 
 def test_the_trainer_computes_the_same_and_gives_them_no_gradient(policy: Policy) -> None:
-    """Against a softmax over the first 40 logits of the same weights, made by hand."""
-    model, whole = policy.load_model(), Policy.open(policy.path).load_model()
+    """Against a softmax over the logits of the words, of the same weights, made by hand."""
+    model = policy.load_model()
+    whole = AutoModelForCausalLM.from_pretrained(policy.path, dtype=torch.float32)
     tokens_BL = torch.tensor([[5, 7, 9, 11, 13]])
-    logits_LV = whole(input_ids=tokens_BL).logits[0, :, :WORDS].detach()
-    expected_T = logits_LV.log_softmax(-1)[torch.arange(2, 4), tokens_BL[0, 3:]]
+    logits_LV = whole(input_ids=tokens_BL).logits[0].detach()
+    assert logits_LV.shape == (5, ROWS)
+    logits_LV = logits_LV[:, LEFT]
+    expected_T = logits_LV.log_softmax(-1)[torch.arange(2, 4), tokens_BL[0, 3:]]  # both lie below the hole
     logprobs_BT, entropy_BT = completion_logprobs(
         model, tokens_BL, torch.tensor([3]), torch.ones(1, 2, dtype=torch.bool), torch.ones(1)
     )
@@ -51,8 +69,8 @@ def test_the_trainer_computes_the_same_and_gives_them_no_gradient(policy: Policy
     torch.testing.assert_close(entropy_BT[0], entropy)
     logprobs_BT.sum().backward()
     gradient = model.get_output_embeddings().weight.grad
-    assert bool(gradient[:WORDS].any())
-    assert not bool(gradient[WORDS:].any())
+    assert bool(gradient[LEFT].any())
+    assert not bool(gradient[[HOLE, *range(WORDS, ROWS)]].any())
 
 
 def test_a_word_of_the_tokenizer_itself_beyond_the_rows_is_named(
@@ -63,5 +81,10 @@ def test_a_word_of_the_tokenizer_itself_beyond_the_rows_is_named(
     tokenizer = json.loads(file.read_text())
     tokenizer["model"]["vocab"]["zebra"] = 46
     file.write_text(json.dumps(tokenizer))
-    with pytest.raises(ModelError, match="46 rows and its tokenizer the word 'zebra' with id 46"):
+    with pytest.raises(ModelError, match=r"can use 46 rows, .* the word 'zebra' with id 46"):
         Policy.open(folder)
+
+
+def test_a_charter_that_knows_fewer_words_than_the_tokenizer_has_is_refused(policy: Policy) -> None:
+    with pytest.raises(ModelError, match=r"can use 30 rows, and its tokenizer has the word .* with id 39"):
+        policy.limited_to(30)
