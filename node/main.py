@@ -35,12 +35,14 @@ from node.open.parts import Parts, open_parts
 from node.open.policy import open_host, require_fit
 from node.open.stores import open_stores
 from node.peers.presence import ask_clock, fetch_charter
+from node.peers.tasks import fetch_task
 from node.runtime import Runtime
 from node.signals import EndSignals
 from node.state.keys import create_key, load_or_create_key
 from node.state.lock import hold
 from node.state.paths import Home, RunDir
 from node.state.stores import remove_leftovers, write_atomically
+from node.state.tasks import keep_blob, missing_blobs
 from node.telemetry import JsonlSink, SocketSink
 from node.transport import open_transport, peer_id_of, require_free
 from node.transport.base import Transport
@@ -87,8 +89,11 @@ def join_node(
     with _started(config) as identity, asyncio.Runner() as loop, _Network(config, loop) as network:
         charter = loop.run(network.ask_charter(address))
         data = charter_bytes(charter)
-        if not kept.is_file() or kept.read_bytes() != data:  # else this home is in that swarm already
+        known = kept.is_file() and kept.read_bytes() == data  # this home is in that swarm already
+        if not known:
             agree(charter)
+        loop.run(network.fetch_tasks(address, charter, show))
+        if not known:
             write_atomically(kept, data)
         membership = open_membership(Home(config.home), identity, charter, SystemClock())
         config = config.model_copy(update={"charter": str(kept)})
@@ -250,6 +255,19 @@ class _Network:
         transport = self._transport = await self._open()
         return await fetch_charter(transport, await transport.connect(address))
 
+    async def fetch_tasks(self, address: str, charter: Charter, show: Callable[[Event], None]) -> None:
+        """Have all tasks in files of the charter here, from the node at `address`. Raises AddressError,
+        TransportError, ConfigError."""
+        home = Home(self._config.home)
+        missing = missing_blobs(home, charter.environments)
+        if not missing:
+            return
+        transport = self._transport = self._transport or await self._open()
+        peer_id = await transport.connect(address)
+        for task, name in missing.items():
+            tell = Progress(f"fetching the task {task}", show)
+            keep_blob(home, await fetch_task(transport, peer_id, name, tell))
+
     async def start(self, membership: Membership) -> Transport | None:
         """The started network for a node of this swarm; None where the configuration wants none."""
         self._swarm_id = membership.swarm_id
@@ -268,6 +286,22 @@ class _Network:
 
     def _validate_record(self, key: str, value: bytes, expires_at: int) -> None:
         record_validator(self._swarm_id, SystemClock().now_ms)(key, value, expires_at)
+
+
+class Progress:
+    """Tells how much of something came, each tenth of it."""
+
+    def __init__(self, what: str, show: Callable[[Event], None]) -> None:
+        self._what = what
+        self._show = show
+        self._told = -1
+
+    def __call__(self, done: int, size: int) -> None:
+        tenth = 10 * done // size
+        if tenth > self._told:
+            self._told = tenth
+            text = f"{self._what}: {done / 2**20:.1f} of {size / 2**20:.1f} MiB"
+            self._show(Notice(at=SystemClock().now_ms(), level=NoticeLevel.INFO, text=text))
 
 
 class EngineNotices:

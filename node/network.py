@@ -7,18 +7,25 @@ with peers' groups (`node/share/collect.py`, `node/verify`), nor for weights (`n
 
 from __future__ import annotations
 
+import functools
+
+from node.compute import Lane
 from node.config import NodeConfig
 from node.membership import Membership
 from node.peers.book import PeerBook
 from node.peers.presence import Presence
+from node.peers.tasks import serve_tasks
 from node.peers.twin import TwinWatch
 from node.runtime import Runtime
 from node.share.gossip import Gossip, GossipLimits
 from node.share.publish import GroupPublisher
+from node.state.paths import Home
 from node.state.stores import ReplayGuard, SequenceSource
+from node.state.tasks import kept_blob
 from node.supervise import run_endless
 from node.transport.base import Transport
 from protocol.messages import Digest, Lineage, PeerId
+from protocol.tasks import wanted
 
 __all__ = ["Network"]
 
@@ -48,6 +55,8 @@ class Network:
             limits=GossipLimits(reconcile_interval_s=config.network.reconcile_s),
         )
         self.publisher = GroupPublisher(membership, transport, self.gossip)
+        blob_of = functools.partial(runtime.run, Lane.DISK, kept_blob, Home(config.home))
+        serve_tasks(transport, wanted(membership.charter.environments), blob_of)
         self.presence = Presence(
             runtime,
             membership,

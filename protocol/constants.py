@@ -31,6 +31,9 @@ MAX_FRAME_BYTES = 4 * 1024 * 1024
 MAX_BLOB_BYTES = 16 * 1024 * 1024
 """Cap of one content-addressed blob (a group body). Changing breaks: larger bodies are not fetched."""
 
+MAX_TASK_BYTES = 32 * 1024 * 1024
+"""Cap of one task in a file, code and questions. Changing breaks: larger ones are not fetched."""
+
 MAX_WEIGHTS_BYTES = 16 * 1024**3
 """Cap of one blob that travels in chunks (an anchor or a delta). Changing breaks: larger ones are refused."""
 

@@ -25,6 +25,7 @@ __all__ = [
     "MERGE_PROTOCOL",
     "RECONCILE_PROTOCOL",
     "ROLLOUT_PROTOCOL",
+    "TASK_PROTOCOL",
     "RecordKey",
     "RecordKind",
     "announcement_topic",
@@ -52,6 +53,8 @@ RECONCILE_PROTOCOL = f"/{_NAME}/{PROTOCOL_VERSION}/reconcile"
 """Repair of gossip, which is lossy: ReconcileRequest, ReconcileReply, envelopes."""
 ROLLOUT_PROTOCOL = f"/{_NAME}/{PROTOCOL_VERSION}/rollout"
 """One rollout of a receipt: RolloutRequest, RolloutReply."""
+TASK_PROTOCOL = f"/{_NAME}/{PROTOCOL_VERSION}/task"
+"""A task in a file, for whoever joins: TaskRequest, TaskReply, frames."""
 
 _KEY = re.compile(rf"{_NAME}/([0-9]{{1,9}})/([a-z]{{1,16}})/([0-9a-f]{{64}})/([1-9A-HJ-NP-Za-km-z]{{52}})")
 

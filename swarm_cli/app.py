@@ -17,6 +17,7 @@ from swarm_cli.commands import (
     config,
     demo,
     doctor,
+    env,
     join,
     key,
     model,
@@ -52,6 +53,7 @@ app.command()(status.status)
 app.command()(doctor.doctor)
 app.command()(serve.serve)
 app.add_typer(model.app, name="model", help="Policies: get, build.")
+app.add_typer(env.app, name="env", help="Tasks of your own: new, check, list.")
 app.add_typer(config.app, name="config", help="Configuration: show, schema, path.")
 app.add_typer(key.app, name="key", help="This node's identity.")
 

@@ -6,11 +6,12 @@ of the node sees them through `host.py`.
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any, Protocol
 
 import msgspec
 
-__all__ = ["Completion", "Environment", "Prompt", "Score"]
+__all__ = ["Completion", "Environment", "Prompt", "Score", "item_seed"]
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -63,3 +64,9 @@ class Environment(Protocol):
     def score(self, prompt: Prompt, completion: Completion) -> Score:
         """Reward of one completion. Any text is a valid input, and a scorer's own failure on it is a zero."""
         ...
+
+
+def item_seed(seed: int, index: int) -> int:
+    """One 63-bit number for both, to draw an item by; those of neighbours have nothing in common."""
+    digest = hashlib.sha256(b"murmuration/item" + seed.to_bytes(8, "big") + index.to_bytes(8, "big")).digest()
+    return int.from_bytes(digest[:8], "big") >> 1

@@ -1,8 +1,8 @@
 """Opening a task, asking it for questions, and scoring answers: a third party's code.
 
-Every reasoning-gym task is reachable as `reasoning_gym/<task>`; others are packages that register a loader
-under the entry-point group `murmuration.environments`. Same seed and index, same prompt, on every machine;
-same completion, same reward.
+Every reasoning-gym task is reachable as `reasoning_gym/<task>`; others are files that travel
+(`own_task.py`), or packages that register a loader under the entry-point group `murmuration.environments`.
+Same seed and index, same prompt, on every machine; same completion, same reward.
 
 Only processes without anything to lose import this: the sandbox's worker, and the tools that train bundled
 models and measure on bundled tasks. The node asks a `TaskHost` (`host.py`). Not for choosing which prompts a
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import hashlib
 import random
 import re
 import threading
@@ -24,16 +23,16 @@ from typing import Any
 
 import msgspec
 
-from node.environment.answers import ANSWER_KEY, AnswerRule
+from node.environment.answers import ANSWER_KEY, AnswerKind, AnswerRule, answer_rule
 from node.environment.installed import REASONING_GYM, registered, unknown
-from node.environment.records import Completion, Environment, Prompt, Score
+from node.environment.own_task import OwnTask
+from node.environment.records import Completion, Environment, Prompt, Score, item_seed
 from node.environment.scan import evaluates_answers
 from node.environment.schema import checked_config, nearest
 from protocol.errors import ConfigError
 
 __all__ = [
     "ReasoningGymEnvironment",
-    "item_seed",
     "leave_random_states",
     "open_environment",
     "reasoning_gym_tasks",
@@ -43,27 +42,36 @@ _MAX_SEED = 2**63 - 1
 
 
 def open_environment(
-    name: str, config: Mapping[str, object], own: Mapping[str, metadata.EntryPoint] | None = None
+    name: str,
+    config: Mapping[str, object],
+    own: Mapping[str, metadata.EntryPoint] | None = None,
+    blobs: Mapping[str, bytes] | None = None,
 ) -> Environment:
-    """Open `reasoning_gym/<task>`, or a registered environment by its entry point's name. The reserved key
-    `answer` of the config says where in a completion the answer stands (`AnswerRule`). Raises ConfigError."""
+    """Open `reasoning_gym/<task>`, a task in a file by its blob, or a registered environment by its entry
+    point's name. The reserved key `answer` of the config says where in a completion the answer stands
+    (`answers.py`). Raises ConfigError."""
     settings = dict(config)
-    rule = _answer_rule(name, settings.pop(ANSWER_KEY, AnswerRule.WHOLE))
-    environment = _open(name, settings, registered() if own is None else own)
-    return environment if rule is AnswerRule.WHOLE else _Told(environment, rule)
-
-
-def _answer_rule(name: str, value: object) -> AnswerRule:
+    said = settings.pop(ANSWER_KEY, AnswerKind.WHOLE)
+    environment = _open(name, settings, registered() if own is None else own, blobs or {})
+    if isinstance(environment, OwnTask) and environment.answer is not None and ANSWER_KEY not in config:
+        said = environment.answer
     try:
-        return AnswerRule(str(value))
-    except ValueError:
-        known = ", ".join(repr(str(rule)) for rule in AnswerRule)
-        raise ConfigError(f"{name}: {ANSWER_KEY} = {value!r} is unknown; it is one of {known}") from None
+        rule = answer_rule(said)
+    except ValueError as error:
+        raise ConfigError(f"{name}: {ANSWER_KEY} = {said!r:.200} {error}") from None
+    return environment if rule.kind is AnswerKind.WHOLE else _Told(environment, rule)
 
 
-def _open(name: str, config: Mapping[str, object], own: Mapping[str, metadata.EntryPoint]) -> Environment:
+def _open(
+    name: str,
+    config: Mapping[str, object],
+    own: Mapping[str, metadata.EntryPoint],
+    blobs: Mapping[str, bytes],
+) -> Environment:
     if name.startswith(REASONING_GYM):
         return ReasoningGymEnvironment(name.removeprefix(REASONING_GYM), config)
+    if name in blobs:
+        return OwnTask(name, blobs[name], config)
     if name in own:
         environment: Environment = own[name].load()(config)
         return environment
@@ -226,12 +234,6 @@ def _guarded_global_random(seed: int) -> Iterator[None]:
             if states is not None:
                 random.setstate(states[0])
                 np.random.set_state(states[1])
-
-
-def item_seed(seed: int, index: int) -> int:
-    """63-bit seed of a reasoning-gym item; those of neighbours have nothing in common."""
-    digest = hashlib.sha256(b"murmuration/item" + seed.to_bytes(8, "big") + index.to_bytes(8, "big")).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
 
 
 def _claims_non_finite(text: str, reference: object) -> bool:

@@ -1,33 +1,38 @@
 """The charter a node runs with: read from a file, or of a swarm that this node founds.
 
 A path in the configuration wins; then comes the charter kept at home, then the demo's rules. A file that ends
-in `.toml` holds rules to found a swarm with, any other one a signed charter. `open_membership` adds what this
-node is in that swarm: its token, the newest annex it knew, and what it has installed. Not for fetching a
-charter from another node (`node/peers/presence.py`).
+in `.toml` holds rules to found a swarm with, any other one a signed charter. In rules, `file = "riddle.py"`
+in a table of `[[environments]]` is a task in a file beside them: it is packed into the home, and pinned.
+`open_membership` adds what this node is in that swarm: its token, the newest annex it knew, and what it has
+installed. Not for fetching a charter from another node (`node/peers/presence.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from node.clock import Clock
 from node.config import NodeConfig
 from node.environment.host import TaskHost
 from node.environment.installed import pin
+from node.environment.pack import pack
 from node.environment.probe import PAID, probe
 from node.membership import Membership
 from node.open.policy import open_host
 from node.state.paths import Home, bundled, read_text
 from node.state.stores import write_atomically
+from node.state.tasks import keep_blob
 from protocol.annex import MAX_ANNEX_BYTES
-from protocol.charter import charter_bytes, decode_charter, found, swarm_id
+from protocol.charter import charter_bytes, decode_charter, found, parse_toml, swarm_id
 from protocol.codec import decode, encode
 from protocol.errors import CharterError, ConfigError, RemoteProtocolError
 from protocol.identity import Identity
 from protocol.messages import Annex, Charter, MemberToken, Record
+from protocol.tasks import is_bundled
 
 __all__ = [
     "inspect_charter",
@@ -51,7 +56,7 @@ def read_or_found_charter(
     path = _charter_path(config, home)
     with _named(path):
         if path.suffix == ".toml":
-            charter = _founded(config, identity, read_text(path), now_ms, warn)
+            charter = _founded(config, identity, _rules(path, home), now_ms, warn)
         else:
             charter = decode_charter(path.read_bytes())
     return charter
@@ -82,8 +87,9 @@ def open_membership(home: Home, identity: Identity, charter: Charter, clock: Clo
 
 
 def installed_pins(charter: Charter) -> dict[str, str]:
-    """What this machine has of the charter's environments, by name. Raises ConfigError."""
-    return {spec.name: pin(spec.name) for spec in charter.environments}
+    """What this machine has of the charter's environments, by name. A task in a file is the charter's own or
+    none (`state/tasks.py`). Raises ConfigError."""
+    return {spec.name: spec.pin if is_bundled(spec.name) else pin(spec.name) for spec in charter.environments}
 
 
 def worthless_tasks(host: TaskHost, charter: Charter) -> Iterator[tuple[bool, str]]:
@@ -114,12 +120,37 @@ def _read(path: Path, record_type: type[R]) -> R | None:
 
 def inspect_charter(config: NodeConfig) -> tuple[Path, Charter]:
     """Where the charter of a run would come from, and that charter; one that would be founded gets a founder
-    who does not exist. Writes nothing. Raises CharterError."""
+    who does not exist. Writes nothing but packed tasks. Raises CharterError."""
     path = _charter_path(config, Home(config.home))
     with _named(path):
         if path.suffix == ".toml":
-            return path, found(Identity.generate(), read_text(path), 0)
+            return path, found(Identity.generate(), _rules(path, Home(config.home)), 0)
         return path, decode_charter(path.read_bytes())
+
+
+def _rules(path: Path, home: Home) -> Mapping[str, Any]:
+    """The rules in a file, with its tasks in files packed. Raises CharterError, ConfigError, OSError."""
+    text = read_text(path)
+    try:
+        rules = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError):
+        parse_toml(text)  # says where
+        raise
+    rows = rules.get("environments")
+    if isinstance(rows, list):
+        rules["environments"] = [_packed(row, path.parent, home) for row in rows]
+    return rules
+
+
+def _packed(row: Any, folder: Path, home: Home) -> Any:
+    """A row of `[[environments]]`, with `file` turned into name and pin."""
+    if not isinstance(row, dict) or "file" not in row:
+        return row
+    file = row.pop("file")
+    if not isinstance(file, str) or not file:
+        raise CharterError(f"`file` in [[environments]] must be a path, not {file!r}")
+    name, blob = pack(folder / Path(file).expanduser())
+    return {"name": name, **row, "pin": f"sha256:{keep_blob(home, blob)}"}
 
 
 @contextlib.contextmanager
@@ -146,7 +177,11 @@ def _charter_path(config: NodeConfig, home: Home) -> Path:
 
 
 def _founded(
-    config: NodeConfig, identity: Identity, rules: str, now_ms: int, warn: Callable[[str], None]
+    config: NodeConfig,
+    identity: Identity,
+    rules: Mapping[str, Any],
+    now_ms: int,
+    warn: Callable[[str], None],
 ) -> Charter:
     """The swarm that `identity` founds with `rules`: the one that is kept if it is this one, so that a
     founder that starts again stays in its swarm."""

@@ -12,7 +12,8 @@ from node.rollout.adapter import AdapterSpec
 from node.rollout.policy import Policy
 from node.sandbox.host import SandboxedHost
 from node.sandbox.records import SandboxLimits
-from node.state.paths import bundled
+from node.state.paths import Home, bundled
+from node.state.tasks import blobs_of
 from node.verify.tokens import Decode
 from protocol.errors import CharterError, ModelError, SandboxError
 from protocol.messages import Charter, Digest
@@ -56,11 +57,13 @@ def adapter_of(config: NodeConfig) -> AdapterSpec | None:
 
 
 def open_host(config: NodeConfig, charter: Charter) -> SandboxedHost:
-    """The tasks of this charter behind their walls, not started yet."""
+    """The tasks of this charter behind their walls, not started yet. Raises ConfigError for a task in a file
+    that is not here."""
     limits = SandboxLimits(
         cpu_s=max(1, round(config.verify.score_timeout_s)), wall_s=3 * config.verify.score_timeout_s
     )
-    return SandboxedHost(charter.environments, limits, hidden_paths=[str(config.home)])
+    blobs = blobs_of(Home(config.home), charter.environments)
+    return SandboxedHost(charter.environments, limits, blobs=blobs, hidden_paths=[str(config.home)])
 
 
 def require_fit(host: SandboxedHost) -> None:

@@ -30,8 +30,8 @@ _BOOT = (
     "sys.path[:] = [os.path.realpath(entry) for entry in json.loads(sys.argv[1])]; "
     "from node.sandbox.worker import main; main(json.loads(sys.argv[2]))"
 )
-# Everything the worker's environment holds. One hash order and one thread: the same score on every machine.
-_ENVIRONMENT = {"PYTHONHASHSEED": "0", "TZ": "UTC", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+# What else the worker's environment holds. One thread: the same score on every machine.
+_ENVIRONMENT = {"TZ": "UTC", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 _CLOSE_S = 2.0
 _COMPLAINT_BYTES = 4000
 
@@ -108,9 +108,10 @@ class DoorPipes:
 
 
 class WorkerProcess:
-    """A worker and the pipes to its doors."""
+    """A worker and the pipes to its doors. All nodes have the hash order of seed 0, so that they give an
+    answer the same score."""
 
-    def __init__(self) -> None:
+    def __init__(self, hash_seed: int = 0) -> None:
         root = str(Path(__file__).resolve().parents[2])
         paths = [entry for entry in sys.path if os.path.isabs(entry)]
         if root not in paths:  # in front, since other distributions also install a package called `node`
@@ -131,7 +132,7 @@ class WorkerProcess:
                 close_fds=True,
                 pass_fds=[descriptor for pair in theirs.values() for descriptor in pair],
                 cwd="/",
-                env=_ENVIRONMENT,
+                env=_ENVIRONMENT | {"PYTHONHASHSEED": str(hash_seed)},
                 start_new_session=True,  # Ctrl-C at the terminal is for the node, which closes us
             )
         except OSError as error:

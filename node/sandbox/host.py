@@ -40,7 +40,7 @@ from node.sandbox.strength import SandboxReport, describe, measure
 from protocol.errors import SandboxError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from types import TracebackType
 
     from protocol.messages import EnvironmentSpec
@@ -60,7 +60,8 @@ _ALONE_S = 60.0
 class SandboxedHost:
     """Asks the environments of a charter in a sandboxed worker. `start` it, or use it as a context manager.
 
-    `hidden_paths` (the node's home) are covered even where they lie beside a library; `layers` is for tests.
+    `blobs` are those of tasks in files, by name. `hidden_paths` (the node's home) are covered even where they
+    lie beside a library. `layers` is for tests, `hash_seed` for trying whether a task depends on it.
     """
 
     def __init__(
@@ -68,8 +69,10 @@ class SandboxedHost:
         environments: Sequence[EnvironmentSpec],
         limits: SandboxLimits | None = None,
         *,
+        blobs: Mapping[str, bytes] | None = None,
         hidden_paths: Sequence[str] = (),
         layers: Sequence[Layer] = tuple(Layer),
+        hash_seed: int = 0,
         monotonic_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self.limits = limits or SandboxLimits()
@@ -80,11 +83,13 @@ class SandboxedHost:
             limits=self.limits,
             layers=tuple(layers),
             hidden_paths=tuple(hidden_paths),
+            blobs=dict(blobs or {}),
         )
         if len(self._setup.environments) != len(environments):
             raise SandboxError(
                 f"environments must have different names, got {[each.name for each in environments]}"
             )
+        self._hash_seed = hash_seed
         self._monotonic_s = monotonic_s
         self._at_door = {door: threading.Lock() for door in Door}
         self._lock = threading.Lock()
@@ -318,7 +323,7 @@ class SandboxedHost:
         return self._worker
 
     def _opened(self) -> WorkerProcess:
-        worker = WorkerProcess()
+        worker = WorkerProcess(self._hash_seed)
         try:
             pipes = worker.doors[Door.OWN]
             pipes.send(self._setup, self.limits.start_s)

@@ -121,6 +121,8 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     limits: SandboxLimits
     layers: tuple[Layer, ...]
     hidden_paths: tuple[str, ...]
+    blobs: dict[str, bytes] = {}
+    """Of the tasks in files, by name."""
 
 
 class Started(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

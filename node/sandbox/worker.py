@@ -66,7 +66,7 @@ def _supervise(setup: Setup, doors: _Doors) -> NoReturn:
     """Start the worker behind as many walls as this machine allows, then wait for its end. Nothing of an
     environment is imported before they stand."""
     try:
-        packages = package_paths(setup.environments)
+        packages = package_paths(name for name in setup.environments if name not in setup.blobs)
     except ConfigError as error:
         send(doors[Door.OWN][1], Started(error=str(error)))
         sys.exit(1)
@@ -119,8 +119,12 @@ def _open_environments(setup: Setup, own: Mapping[str, EntryPoint]) -> dict[str,
     environments: dict[str, Environment] = {}
     leave_random_states()
     for name, config in setup.environments.items():
-        environment = open_environment(name, config, own)
-        prompt = environment.prompt(0, 0)
+        environment = open_environment(name, config, own, setup.blobs)
+        try:
+            prompt = environment.prompt(0, 0)
+        except Exception as error:  # of a third party's code
+            why = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"{name} has no question for a seed: {why}") from error
         for text in _WARM_UP_ANSWERS:
             guarded_score(environment, prompt, Completion(text=text, finished=True))
         environments[name] = environment
@@ -150,7 +154,8 @@ class _Worker:
         try:
             environments = _open_environments(self._setup, own)
         except Exception as error:  # whatever a third party's environment raises, the node wants a sentence
-            send(replies, Started(error=f"{type(error).__name__}: {error}"[:2000]))
+            said = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+            send(replies, Started(error=said[:2000]))
             os._exit(1)
         self._close_files()
         os.environ.clear()

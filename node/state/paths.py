@@ -4,6 +4,7 @@
 
     <home>/identity.key charter.bin state/   key (0600), signed charter; sequence, window, replay cache, trust
     <home>/models/<name>/                    policies that `swarm model get` fetched
+    <home>/tasks/<digest>                    tasks in files, packed, by their SHA-256
     <home>/bench/                            what `swarm bench` made and reads again
     <home>/run/<name>.sock                   event stream of the running node (0600 in a 0700 folder)
     <home>/runs/<run>/config.json            resolved configuration
@@ -160,6 +161,10 @@ class Home:
 
     def model(self, name: str) -> Path:
         return self.models / name
+
+    def task(self, digest: str) -> Path:
+        """The blob of a task in a file."""
+        return self.root / "tasks" / digest
 
     @property
     def bench(self) -> Path:

@@ -1,9 +1,10 @@
-"""Held-out evaluation: how often the policy answers exactly right and ends, sampled at T = 1 and greedily.
+"""Held-out evaluation: what the policy's answers are worth that end, sampled at T = 1 and greedily.
 
 For: the same fixed prompts before, during and after training, so that two evaluations are paired (each prompt
-keeps its seed). The training reward is too noisy to compare, and a mean over tasks hides one that falls:
-accuracy is reported per task. `evaluate` is a pure function of engine, prompts and scorer; `HeldOut` is it
-with the swarm's held-out prompts, which `protocol.prompts` chooses. It also answers what a merge is judged by
+keeps its seed). The training reward is too noisy to compare, and a mean over tasks hides one that falls: the
+mean reward is reported per task, which is the share of right answers where answers are right or wrong.
+`evaluate` is a pure function of engine, prompts and scorer; `HeldOut` is it with the swarm's held-out
+prompts, which `protocol.prompts` chooses. It also answers what a merge is judged by
 (`weights/merge/adopt.py`), on prompts of their own: choosing weights by those that are evaluated on would
 flatter the evaluation. All of that blocks; `Evaluator` runs it beside the event loop.
 """
@@ -29,15 +30,13 @@ from protocol.messages import FinishReason, Sampling
 
 __all__ = ["EvaluationReport", "Evaluator", "HeldOut", "evaluate"]
 
-EXACT = 1.0 - 1e-6
-
 Score = Callable[[Sequence[Prompt], Sequence[Sequence[Completion]]], Sequence[Sequence[float]]]
 """The rewards of completions of each prompt."""
 
 
 @dataclass(frozen=True)
 class EvaluationReport:
-    """evaluate -> events. Shares in [0, 1]; the totals are means over tasks."""
+    """evaluate -> events. Mean rewards; the totals are means over tasks."""
 
     policy_version: int
     prompts: int
@@ -57,7 +56,7 @@ def evaluate(
     max_new_tokens: int,
     batch_prompts: int = 128,
 ) -> EvaluationReport:
-    """Answer every prompt twice and score: right is a reward of 1 and a completion that ended."""
+    """Answer every prompt twice and score; a completion that did not end is worth nothing."""
     if not prompts:
         raise ValueError("an evaluation needs at least one prompt")
     began_s = time.perf_counter()
@@ -66,9 +65,7 @@ def evaluate(
         for greedy in (False, True)
     )
     rewards = _rewards(prompts, list(zip(sampled, best, strict=True)), score)
-    sampled_tasks, greedy_tasks = (
-        _accuracies(prompts, [pair[which] for pair in rewards]) for which in (0, 1)
-    )
+    sampled_tasks, greedy_tasks = (_means(prompts, [pair[which] for pair in rewards]) for which in (0, 1))
     return EvaluationReport(
         policy_version=engine.policy_version,
         prompts=len(prompts),
@@ -80,11 +77,11 @@ def evaluate(
     )
 
 
-def _accuracies(prompts: Sequence[Prompt], rewards: Sequence[float]) -> dict[str, float]:
-    right: dict[str, list[bool]] = {}
+def _means(prompts: Sequence[Prompt], rewards: Sequence[float]) -> dict[str, float]:
+    paid: dict[str, list[float]] = {}
     for prompt, reward in zip(prompts, rewards, strict=True):
-        right.setdefault(prompt.environment, []).append(reward >= EXACT)
-    return {task: fmean(answers) for task, answers in sorted(right.items())}
+        paid.setdefault(prompt.environment, []).append(reward)
+    return {task: fmean(each) for task, each in sorted(paid.items())}
 
 
 def _rewards(

@@ -1,7 +1,8 @@
 """What a swarm has its members run, shown before anything of it does, and whether this machine takes part.
 
-A charter is a stranger's: its tasks are checked against what they may be, environments of other packages have
-to be trusted by name, and a person is asked. Nothing is written, opened or imported before.
+A charter is a stranger's: its tasks are checked against what they may be, tasks with code that is not this
+program's have to be trusted by name, and a person is asked. Nothing is written, fetched, opened or imported
+before.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import msgspec
 import typer
 
 from protocol.errors import ConfigError
+from protocol.tasks import FILE, ROWS
 from swarm_cli.output import err
 
 if TYPE_CHECKING:
@@ -26,9 +28,8 @@ BUILT_IN = "reasoning_gym/"
 
 def agree(charter: Charter, *, trusted: Collection[str], yes: bool) -> None:
     """Show what taking part means, and ask unless `yes`. Raises ConfigError for a task that may not be in a
-    charter, an environment of another package that is not `trusted` by name, no terminal to answer on, or a
-    no."""
-    foreign = [spec.name for spec in charter.environments if not spec.name.startswith(BUILT_IN)]
+    charter, one with code of others that is not `trusted` by name, no terminal to answer on, or a no."""
+    foreign = [spec.name for spec in charter.environments if not spec.name.startswith((BUILT_IN, ROWS))]
     for spec in charter.environments:
         if spec.name.startswith(BUILT_IN):
             _require_allowed(spec)
@@ -38,8 +39,9 @@ def agree(charter: Charter, *, trusted: Collection[str], yes: bool) -> None:
         from node.events import inert
 
         name = inert(untrusted[0], 64)
+        whose = "the founder" if name.startswith(FILE) else "a package"
         raise ConfigError(
-            f"the task {name} is code of a package that is not part of this program; it would run on this "
+            f"the task {name} is code of {whose} that is not part of this program; it would run on this "
             f"machine. If you trust it: --trust-environment {name}"
         )
     if yes:
@@ -60,7 +62,11 @@ def described(charter: Charter) -> list[str]:
         f"swarm {inert(charter.name, 64)} ({swarm_id(charter)[:12]}), {access}, founded by {charter.founder}",
         f"  groups of {charter.group_size} answers of at most {charter.max_new_tokens} tokens",
     ]
-    lines += [f"  task {inert(spec.name, 64)} {inert(spec.config, 200)}" for spec in charter.environments]
+    for spec in charter.environments:
+        kind = "code of the founder, " if spec.name.startswith(FILE) else ""
+        kind = "questions in a file, " if spec.name.startswith(ROWS) else kind
+        pin = f" ({kind}{inert(spec.pin, 19)})" if kind else ""
+        lines.append(f"  task {inert(spec.name, 64)} {inert(spec.config, 200)}{pin}")
     lines += [f"  model {inert(model.name, 64)} ({model.digest[:12]})" for model in charter.models]
     return lines
 

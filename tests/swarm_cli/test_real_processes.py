@@ -19,6 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from swarm_cli.commands.env import TEMPLATE
 from swarm_cli.demo.processes import EventTail
 
 pytestmark = [pytest.mark.slow, pytest.mark.net, pytest.mark.timeout(300)]
@@ -159,6 +160,56 @@ def test_run_join_status_and_ctrl_c(start: Start, tmp_path: Path) -> None:
         assert list((home / "run").iterdir()) == []
         assert not list(home.rglob("*.tmp"))
         assert_no_secret(home, err)
+
+
+RIDDLES = """
+name = "riddles"
+max_new_tokens = 4
+universe_size = 1024
+[[environments]]
+file = "riddle.py"
+"""
+
+
+def test_a_task_in_a_file_goes_from_its_author_to_who_joins(start: Start, tmp_path: Path) -> None:
+    """The second node gets code and questions after consent, and both train on each other's groups."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    (tmp_path / "riddle.py").write_text(TEMPLATE.format(name="riddle"))
+    demo = (Path(__file__).parents[2] / "configs/demo-charter.toml").read_text(encoding="utf-8")
+    (tmp_path / "rules.toml").write_text(RIDDLES + demo[demo.index("[[tokenizers]]") :])
+    common = (
+        "--config",
+        "demo.toml",
+        "--steps",
+        "100000",
+        "--set",
+        "policy.path=models/wren",
+        *QUICK,
+        *LOOPBACK,
+    )
+    rules = f"charter={tmp_path / 'rules.toml'}"
+    run = start("run", "--home", first, "--name", "first", "--set", rules, *common)
+    started = await_event(metrics_of(first), run, is_start)
+    address = started.addresses[0]  # type: ignore[attr-defined]
+
+    code, _, err = ask(start, "join", address, "--yes", "--home", second, *LOOPBACK)
+    assert code == 2
+    assert "the task file/riddle is code of the founder" in err
+    assert not (second / "tasks").exists()
+    trust = ("--yes", "--trust-environment", "file/riddle")
+    join = start("join", address, *trust, "--home", second, "--name", "second", *common)
+    for home, process in ((second, join), (first, run)):
+        await_event(
+            metrics_of(home),
+            process,
+            lambda event: is_step(event) and event.groups_external > 0,  # type: ignore[attr-defined]
+        )
+    theirs, ours = ([*(home / "tasks").iterdir()] for home in (first, second))
+    assert [each.name for each in ours] == [each.name for each in theirs]
+    assert ours[0].read_bytes() == theirs[0].read_bytes()
+    for process in (join, run):
+        process.send_signal(signal.SIGINT)
+        assert end(process)[0] == 130
 
 
 def assert_no_secret(home: Path, *texts: str) -> None:

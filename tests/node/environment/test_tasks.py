@@ -21,9 +21,9 @@ import pytest
 
 from node.environment.host import ScoredGroup
 from node.environment.installed import DEMO_ENVIRONMENTS, ENTRY_POINT_GROUP, pin
-from node.environment.records import Completion, Environment, Prompt
+from node.environment.records import Completion, Environment, Prompt, item_seed
 from node.environment.scan import evaluates_answers, reaches_evaluator
-from node.environment.tasks import ReasoningGymEnvironment, item_seed, open_environment, reasoning_gym_tasks
+from node.environment.tasks import ReasoningGymEnvironment, open_environment, reasoning_gym_tasks
 from protocol.charter import canonical_json
 from protocol.errors import ConfigError
 from protocol.messages import EnvironmentSpec

@@ -81,8 +81,8 @@ def scoring(paid: Callable[[Prompt, Completion], float]) -> Score:
     return score
 
 
-def test_accuracy_per_task(policy: Policy) -> None:
-    """Task even: all right; task third: one in two right, the others score 0.5, which is not exact."""
+def test_the_mean_reward_of_each_task(policy: Policy) -> None:
+    """Task even: all right; task third: one in two right, the others half."""
     prompts = [Prompt("even", "1", seed, 0, {}) for seed in range(0, 16, 2)]
     prompts += [Prompt("third", "1", seed, 0, {}) for seed in range(1, 9, 2)]
 
@@ -92,10 +92,10 @@ def test_accuracy_per_task(policy: Policy) -> None:
 
     engine = ScriptedEngine()
     report = evaluate(engine, policy, prompts, scoring(paid), max_new_tokens=4, batch_prompts=5)
-    assert report.greedy_tasks == {"even": 1.0, "third": 0.5}
-    assert report.sampled_tasks == {"even": 0.5, "third": 0.5}  # an answer that does not end is wrong
-    assert report.greedy == 0.75
-    assert report.sampled == 0.5
+    assert report.greedy_tasks == {"even": 1.0, "third": 0.75}
+    assert report.sampled_tasks == {"even": 0.5, "third": 0.75}  # an answer that does not end is wrong
+    assert report.greedy == 0.875
+    assert report.sampled == 0.625
     assert report.policy_version == 5
     assert report.prompts == 12
     assert engine.batches == [5, 5, 2, 5, 5, 2]
