@@ -107,12 +107,5 @@ ALL_ADVANTAGES: tuple[Advantage, ...] = (
         evidence="EXACT",
         needs="other agents' rewards on the same prompt, capability of each",
     ),
-    Advantage(
-        name="gdpo",
-        summary="weighted sum of z-scores of each reward, whitened over samples (TRL) or tokens (verl)",
-        source="arXiv 2601.05242, NVlabs/GDPO, verl, TRL",
-        evidence="EXACT",
-        needs="several rewards, the whole batch, lengths",
-    ),
 )
 """Every estimator, those of one group first."""

@@ -14,7 +14,6 @@ from node.weight.advantage.means import dr_grpo, grpo, max_rl, rloo
 from node.weight.advantage.medians import gapo, mad, mc_grpo, pivot
 from node.weight.advantage.numbers import has_signal
 from node.weight.advantage.registry import ADVANTAGES, ALL_ADVANTAGES
-from node.weight.advantage.several_rewards import gdpo
 
 Estimate = Callable[[Sequence[float]], tuple[float, ...]]
 
@@ -140,42 +139,6 @@ def test_the_pivot_halves_an_odd_group_and_has_no_advantage(rewards: list[float]
         assert sum(reward > center for reward in rewards) <= len(rewards) // 2
 
 
-@FEW
-@given(
-    groups=st.lists(st.lists(st.tuples(EIGHTHS, EIGHTHS, st.integers(0, 9)), max_size=5), max_size=4),
-    weight=EIGHTHS,
-)
-def test_gdpo_is_white_over_what_it_was_whitened_over(
-    groups: list[list[tuple[float, float, int]]], weight: float
-) -> None:
-    named = [{"a": [row[0] for row in group], "b": [row[1] for row in group]} for group in groups]
-    lengths = [[row[2] for row in group] for group in groups]
-    weights = {"a": 1.0, "b": weight}
-    for whiten, counts in (("samples", [[1] * len(row) for row in lengths]), ("tokens", lengths)):
-        made = gdpo(named, whiten=whiten, weights=weights, lengths=lengths)  # type: ignore[arg-type]
-        assert [len(row) for row in made] == [len(group) for group in groups]
-        values = [value for row in made for value in row]
-        repeated = [count for row in counts for count in row]
-        weighed = list(zip(values, repeated, strict=True))
-        if not any(values):
-            continue
-        assert math.fsum(count * value for value, count in weighed) == pytest.approx(0.0, abs=1e-8)
-        squares = math.fsum(count * value**2 for value, count in weighed)
-        assert 0.0 < squares <= (sum(repeated) - 1) * (1 + 1e-9)  # the epsilons make it a little less
-
-
-@FEW
-@given(rewards=st.lists(EIGHTHS, min_size=2, max_size=6), length=st.integers(2, 50))
-def test_gdpo_over_equal_lengths_is_the_same_over_samples_and_tokens(
-    rewards: list[float], length: int
-) -> None:
-    """But for the number that the unbiased variance divides by, and the epsilons."""
-    by_samples = gdpo([{"r": rewards}], whiten="samples")[0]
-    by_tokens = gdpo([{"r": rewards}], whiten="tokens", lengths=[[length] * len(rewards)])[0]
-    factor = math.sqrt((len(rewards) * length - 1) / (length * (len(rewards) - 1)))
-    assert by_tokens == pytest.approx([factor * value for value in by_samples], rel=5e-3, abs=1e-9)
-
-
 def test_the_config_may_name_what_needs_rewards_only() -> None:
     assert list(ADVANTAGES) == ["dr_grpo", "gapo", "grpo", "mad", "max_rl", "mc_grpo", "rloo"]
     assert [name for name, each in ADVANTAGES.items() if each.drops_pivot] == ["mc_grpo"]
@@ -183,7 +146,7 @@ def test_the_config_may_name_what_needs_rewards_only() -> None:
 
 
 def test_every_estimator_says_where_it_is_from_and_how_sure_we_are() -> None:
-    assert len({each.name for each in ALL_ADVANTAGES}) == len(ALL_ADVANTAGES) == 9
+    assert len({each.name for each in ALL_ADVANTAGES}) == len(ALL_ADVANTAGES) == 8
     for each in ALL_ADVANTAGES:
         assert each.summary
         assert "arXiv" in each.source
