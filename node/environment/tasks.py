@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 
 from node.environment.answers import ANSWER_KEY, AnswerKind, AnswerRule, answer_rule
+from node.environment.framing import FRAMING_KEY
 from node.environment.installed import REASONING_GYM, registered, unknown
 from node.environment.own_task import OwnTask
 from node.environment.records import Completion, Environment, Prompt, Score, item_seed
@@ -51,6 +52,7 @@ def open_environment(
     point's name. The reserved key `answer` of the config says where in a completion the answer stands
     (`answers.py`). Raises ConfigError."""
     settings = dict(config)
+    settings.pop(FRAMING_KEY, None)  # the policy's business
     said = settings.pop(ANSWER_KEY, AnswerKind.WHOLE)
     environment = _open(name, settings, registered() if own is None else own, blobs or {})
     if isinstance(environment, OwnTask) and environment.answer is not None and ANSWER_KEY not in config:

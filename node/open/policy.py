@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from node.config import NodeConfig
+from node.environment.framing import framing
 from node.rollout.adapter import AdapterSpec
 from node.rollout.policy import Policy
 from node.sandbox.host import SandboxedHost
@@ -28,7 +29,8 @@ __all__ = [
 
 
 def open_policy(config: NodeConfig, charter: Charter) -> Policy:
-    """The configured policy, which samples no row beyond the charter's words. Raises ModelError when its
+    """The configured policy, which samples no row beyond the charter's words and frames questions as the
+    charter says. Raises ConfigError for what is no framing, ModelError when its
     tokenizer is not one of the charter's, or its end token not one that the charter names for it."""
     policy = Policy.open(config.policy.folder(config.home))
     if policy.tokenizer_digest not in {spec.digest for spec in charter.tokenizers}:
@@ -46,7 +48,11 @@ def open_policy(config: NodeConfig, charter: Charter) -> Policy:
             "and generation_config.json"
         )
     # Whatever the charter has for an end is one: peers refuse what goes on behind it.
-    return replace(policy, end_token_ids=spec.end_token_ids).limited_to(spec.vocab_size)
+    policy = replace(policy, end_token_ids=spec.end_token_ids).limited_to(spec.vocab_size)
+    policy = policy.framed({each.name: framing(each) for each in charter.environments})
+    for each in charter.environments:
+        policy.encode_prompt("What is 3 + 4?", each.name)  # a template may refuse what a charter frames
+    return policy
 
 
 def adapter_of(config: NodeConfig) -> AdapterSpec | None:

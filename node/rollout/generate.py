@@ -101,7 +101,7 @@ class Generator:
         long prompt of a task must not end the node."""
         author, version = self._membership.peer_id, self.engine.policy_version
         try:
-            prompt_ids = tuple(self._policy.encode_prompt(assigned.prompt.text))
+            prompt_ids = tuple(self._policy.encode_prompt(assigned.prompt.text, assigned.prompt.environment))
         except ModelError as error:
             raise NoGroupError(str(error)) from error
         request = GenerationRequest(

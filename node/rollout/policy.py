@@ -11,14 +11,16 @@ stranger's text cannot smuggle in an end token.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from node.environment.framing import Framing
 from node.rollout.words import with_words_only
 from protocol.errors import ModelError
 
@@ -34,6 +36,10 @@ _WEIGHTS_INDEX = "model.safetensors.index.json"
 _DAY = datetime(2026, 1, 1, tzinfo=UTC)
 """Today, in every prompt."""
 _REQUIRED = ("config.json", "tokenizer.json")
+_BARE = Framing()
+_TEMPLATE_VARIABLES = ("date_string", "messages", "raise_exception", "strftime_now")
+_PLAIN = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+"""The template of a base model that has none: what is said, line by line."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +66,8 @@ class Policy:
     _tokenizer: PreTrainedTokenizerBase = field(repr=False)
     _template_encoder: Tokenizer = field(repr=False)
     _text_encoder: Tokenizer = field(repr=False)
+    _framings: Mapping[str, Framing] = field(default_factory=dict, repr=False)
+    """What stands around the questions of a task, by the task's name."""
 
     @classmethod
     def open(cls, path: str | Path) -> Policy:
@@ -127,17 +135,30 @@ class Policy:
             _text_encoder=_text_encoder(self._template_encoder, words),
         )
 
-    def encode_prompt(self, question: str) -> list[int]:
-        """Token ids of the chat template around `question`, up to where the answer begins. Templates that
-        write today's date get the same day everywhere: a prompt must be the same when it is verified. Raises
-        ModelError for a template that refuses, and for a word that the model has no row for."""
+    def framed(self, framings: Mapping[str, Framing]) -> Policy:
+        """The same policy, which frames the questions of these tasks so. Raises ModelError for an argument of
+        the template that is none."""
+        own = {*inspect.signature(self._tokenizer.apply_chat_template).parameters, *_TEMPLATE_VARIABLES}
+        for task, framing in framings.items():
+            if taken := sorted(own & framing.template.keys()):
+                raise ModelError(f"the charter may not set {taken[0]!r} of the chat template for {task}")
+        return replace(self, _framings=dict(framings))
+
+    def encode_prompt(self, question: str, task: str = "") -> list[int]:
+        """Token ids of the chat template around a `question` of `task`, up to where the answer begins.
+        Templates that write today's date get the same day everywhere: a prompt must be the same when it is
+        verified. Raises ModelError for a template that refuses, and for a word that the model has no row
+        for."""
+        framing = self._framings.get(task, _BARE)
         try:
+            variables: dict[str, Any] = dict(framing.template)
             text = self._tokenizer.apply_chat_template(
-                [{"role": "user", "content": question}],
+                framing.messages(question),
                 add_generation_prompt=True,
                 tokenize=False,
                 strftime_now=_DAY.strftime,
                 date_string=_DAY.strftime("%d %b %Y"),
+                **variables,
             )
         except Exception as error:  # whatever a template raises
             raise ModelError(
@@ -321,8 +342,7 @@ def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         raise ModelError(f"The tokenizer of {folder} cannot be loaded: {_one_line(error)}") from error
     if not tokenizer.is_fast:
         raise ModelError(f"The tokenizer of {folder} has no Rust core; convert it to a tokenizer.json.")
-    if not tokenizer.chat_template:
-        raise ModelError(f"{folder} has no chat template; add chat_template.jinja, it frames every question.")
+    tokenizer.chat_template = tokenizer.chat_template or _PLAIN
     return tokenizer
 
 

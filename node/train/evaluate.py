@@ -106,7 +106,9 @@ def _answers(
     """One answer to each prompt, drawn by the prompt's seed."""
     sampling = Sampling(max_new_tokens=max_new_tokens)
     requests = [
-        GenerationRequest(tuple(policy.encode_prompt(prompt.text)), 1, prompt.seed, sampling)
+        GenerationRequest(
+            tuple(policy.encode_prompt(prompt.text, prompt.environment)), 1, prompt.seed, sampling
+        )
         for prompt in prompts
     ]
     answers: list[Completion] = []
@@ -182,7 +184,7 @@ class HeldOut:
     def _tokens(self, prompt: Prompt) -> float:
         """How many a prompt takes; no number is enough for one with a word that the model has no row for."""
         try:
-            return len(self._policy.encode_prompt(prompt.text))
+            return len(self._policy.encode_prompt(prompt.text, prompt.environment))
         except ModelError:
             return math.inf
 

@@ -79,7 +79,7 @@ class Plausibility:
 
     def distance(self, item: Item) -> Distance:
         """Of the claims from the local log-probabilities. Raises ModelError."""
-        prompt_ids = tuple(self._policy.encode_prompt(item.group.question))
+        prompt_ids = tuple(self._policy.encode_prompt(item.group.question, item.group.environment))
         native = item.group.lineage.tokenizer == self._policy.tokenizer_digest
         temperature = item.group.sampling.temperature
         sequences: list[TokenSequence] = []

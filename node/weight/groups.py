@@ -139,7 +139,7 @@ def training_group(accepted: Accepted, policy: Policy, *, follower: bool = False
         source=OWN_SOURCE if accepted.own else group.author,
         group=accepted.digest,
         prompt=group.prompt.index,
-        prompt_ids=tuple(policy.encode_prompt(group.question)),
+        prompt_ids=tuple(policy.encode_prompt(group.question, group.environment)),
         rollouts=training_rollouts(
             group.rollouts,
             accepted.tokens,

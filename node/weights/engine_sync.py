@@ -162,5 +162,8 @@ class EngineSync:
 
     def _make_probe(self) -> ParityProbe:
         policy = self._trainer.policy
-        prompts = [policy.encode_prompt(prompt.text) for prompt in self._held_out.prompts()[:PROBE_PROMPTS]]
+        prompts = [
+            policy.encode_prompt(prompt.text, prompt.environment)
+            for prompt in self._held_out.prompts()[:PROBE_PROMPTS]
+        ]
         return make_probe(prompts, policy.vocab_size, self.engine.context, self._settings.tolerance)

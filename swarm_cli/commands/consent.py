@@ -73,6 +73,7 @@ def described(charter: Charter) -> list[str]:
 
 def _require_allowed(spec: EnvironmentSpec) -> None:
     from node.environment.answers import ANSWER_KEY
+    from node.environment.framing import FRAMING_KEY, framing
     from node.environment.schema import checked_config
 
     try:
@@ -80,4 +81,6 @@ def _require_allowed(spec: EnvironmentSpec) -> None:
     except msgspec.MsgspecError:
         raise ConfigError(f"the configuration of {spec.name} in the charter is no JSON object") from None
     config.pop(ANSWER_KEY, None)
+    config.pop(FRAMING_KEY, None)
+    framing(spec)
     checked_config(spec.name.removeprefix(BUILT_IN), config)

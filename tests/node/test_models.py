@@ -188,7 +188,7 @@ def test_names_that_are_no_names(get: Get, home: Home, tiny_policy_path: Path, n
     [
         (lambda folder: (folder / "modeling.py").write_text("x"), "contains the program modeling.py"),
         (lambda folder: _patch(folder / "config.json", auto_map={"AutoModel": "m.M"}), "auto_map"),
-        (lambda folder: _patch(folder / "tokenizer_config.json", chat_template=None), "no chat template"),
+        (lambda folder: (folder / "chat_template.jinja").write_text("{{"), "refuses a question"),
         (lambda folder: (folder / "model.safetensors").unlink(), "lacks model.safetensors"),
         (
             lambda folder: (folder / "model.safetensors").write_bytes(b"\x80\x04."),

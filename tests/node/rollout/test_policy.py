@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from node.environment.framing import Framing
 from node.rollout.engine.base import GenerationRequest
 from node.rollout.engine.transformers import TransformersEngine
 from node.rollout.policy import Policy
@@ -214,13 +215,33 @@ def test_models_that_keep_more_than_keys_and_values(
         TransformersEngine(policy).require_cache()
 
 
-def test_no_chat_template(make_tiny_policy: Callable[[], Path]) -> None:
+def test_a_base_model_without_a_template_has_a_plain_one(make_tiny_policy: Callable[[], Path]) -> None:
     folder = make_tiny_policy()
     config = json.loads((folder / "tokenizer_config.json").read_text())
     del config["chat_template"]
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match="chat template"):
-        Policy.open(folder)
+    policy = Policy.open(folder).framed({"sums": Framing(examples=(("1+1", "2"),))})
+    line = 4  # this tokenizer has no word for the end of a line
+    assert policy.encode_prompt("1+2") == [6, 42, 7, line]
+    assert policy.encode_prompt("1+2", "sums") == [6, 42, 6, line, 7, line, 6, 42, 7, line]
+
+
+def test_the_charter_frames_the_questions_of_a_task(make_tiny_policy: Callable[[], Path]) -> None:
+    folder = make_tiny_policy()
+    (folder / "chat_template.jinja").write_text(
+        "{% for each in messages %}{{ each.role[0] }}{{ each.content }}{% endfor %}"
+        "{{ 'a' if thinking else 'b' }}{{ words }}"
+    )
+    bare = Policy.open(folder)
+    policy = bare.framed({"sums": Framing("x", (("1", "2"),), {"thinking": True, "words": 7})})
+    assert bare.decode(policy.encode_prompt("3", "sums")) == "sxu1a2u3a7"
+    assert policy.encode_prompt("3") == policy.encode_prompt("3", "other") == bare.encode_prompt("3")
+
+
+@pytest.mark.parametrize("name", ["chat_template", "tokenize", "messages", "strftime_now"])
+def test_a_charter_does_not_reach_around_the_template(tiny_policy_path: Path, name: str) -> None:
+    with pytest.raises(ModelError, match=f"may not set '{name}' of the chat template for sums"):
+        Policy.open(tiny_policy_path).framed({"sums": Framing(template={name: "x"})})
 
 
 def test_unknown_dtype(tiny_policy_path: Path) -> None:

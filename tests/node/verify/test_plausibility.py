@@ -37,7 +37,7 @@ class HalfPolicy:
     tokenizer_digest = SHIFTED.digest
     vocab_size = 128
 
-    def encode_prompt(self, question: str) -> list[int]:
+    def encode_prompt(self, question: str, task: str) -> list[int]:
         return [1, 2, 3]
 
     def encode_completion(self, text: str, finished: bool) -> list[int]:

@@ -52,10 +52,8 @@ def _with_auto_map(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoModel": "evil.Model"}}))
 
 
-def _without_template(folder: Path) -> None:
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    del config["chat_template"]
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+def _with_broken_template(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text("{{")
 
 
 def _without_weights(folder: Path) -> None:
@@ -67,7 +65,7 @@ def _without_weights(folder: Path) -> None:
     [
         (_with_code, "models that bring code are refused"),
         (_with_auto_map, "models that bring code are refused"),
-        (_without_template, "has no chat template"),
+        (_with_broken_template, "refuses a question"),
         (_without_weights, "lacks model.safetensors"),
     ],
 )
