@@ -1,13 +1,15 @@
 """A node's whole configuration: one typed tree, TOML in, JSON out.
 
 Order: defaults < `--config` files in order < `SWARM_...` environment (`SWARM_TRAIN__LEARNING_RATE=1e-4`, an
-empty variable counts as unset) < `--set` and flags. Unknown keys are errors that name the nearest valid one.
+empty variable counts as unset) < `--set` and flags. A `--config` file that holds the rules of a swarm stands
+for `charter` and the first model in them. Unknown keys are errors that name the nearest valid one.
 The string under a field is its help; `swarm config schema` prints the JSON schema. Nothing here imports
 torch. What all members of a swarm must share is not here but in the charter.
 """
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import os
@@ -97,7 +99,7 @@ class Section(BaseModel):
 class PolicyConfig(Section):
     path: str = "models/starling"
     """Folder of the policy in Hugging Face layout; a relative path is looked up here, then among those that
-    `swarm model get` fetched, then among the bundled ones."""
+    `swarm model get` fetched, then among the bundled ones (wren, starling, rook)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where trainer and engine run."""
     memory_gib: float = Field(0.0, ge=0)
@@ -118,10 +120,10 @@ class PolicyConfig(Section):
         for folder in (Path(self.path).expanduser(), Home(home).model(self.path)):
             if folder.is_dir():
                 return folder.resolve()
-        try:
-            return bundled(self.path)
-        except ConfigError:
-            raise ConfigError(self._absent()) from None
+        for name in (self.path, f"models/{self.path}"):
+            with contextlib.suppress(ConfigError):
+                return bundled(name)
+        raise ConfigError(self._absent())
 
     def _absent(self) -> str:
         from node.known_models import KNOWN_MODELS
@@ -485,7 +487,15 @@ def _read(file: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not valid {kind}: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds a {type(values).__name__}, not a table of config keys")
-    return values
+    return _for_founding(path, values) if "environments" in values else values
+
+
+def _for_founding(path: Path, rules: Mapping[str, Any]) -> dict[str, Any]:
+    """What the rules of a swarm mean as a configuration: found it, with the first model that they name."""
+    match rules.get("models"):
+        case [{"name": str(name)}, *_]:
+            return {"charter": str(path.absolute()), "policy": {"path": name}}
+    return {"charter": str(path.absolute())}
 
 
 def _is_bare_name(file: Path) -> bool:

@@ -14,6 +14,7 @@ import typer
 from protocol.errors import SwarmError
 from swarm_cli.commands import (
     bench,
+    charter,
     config,
     demo,
     doctor,
@@ -54,6 +55,7 @@ app.command()(doctor.doctor)
 app.command()(serve.serve)
 app.add_typer(model.app, name="model", help="Policies: get, build.")
 app.add_typer(env.app, name="env", help="Tasks of your own: new, check, list.")
+app.add_typer(charter.app, name="charter", help="The rules of a swarm: new, check, show.")
 app.add_typer(config.app, name="config", help="Configuration: show, schema, path.")
 app.add_typer(key.app, name="key", help="This node's identity.")
 

@@ -38,6 +38,7 @@ __all__ = [
     "inspect_charter",
     "installed_pins",
     "open_membership",
+    "packed_rules",
     "read_or_found_charter",
     "worthless_tasks",
 ]
@@ -129,8 +130,12 @@ def inspect_charter(config: NodeConfig) -> tuple[Path, Charter]:
 
 
 def _rules(path: Path, home: Home) -> Mapping[str, Any]:
-    """The rules in a file, with its tasks in files packed. Raises CharterError, ConfigError, OSError."""
-    text = read_text(path)
+    return packed_rules(read_text(path), path.parent, home)
+
+
+def packed_rules(text: str, folder: Path, home: Home) -> Mapping[str, Any]:
+    """Rules as plain values, with the tasks in files beside them, in `folder`, packed into the home. Raises
+    CharterError, ConfigError, OSError."""
     try:
         rules = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError):
@@ -138,7 +143,7 @@ def _rules(path: Path, home: Home) -> Mapping[str, Any]:
         raise
     rows = rules.get("environments")
     if isinstance(rows, list):
-        rules["environments"] = [_packed(row, path.parent, home) for row in rows]
+        rules["environments"] = [_packed(row, folder, home) for row in rows]
     return rules
 
 

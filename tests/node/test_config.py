@@ -280,6 +280,18 @@ def test_profiles_need_nothing_else(name: str, tmp_path: Path) -> None:
     assert config.rollout.parity_tolerance == (0.1 if config.vllm.dtype == "bfloat16" else 1e-3)
 
 
+def test_rules_in_place_of_a_profile_found_their_swarm_with_their_first_model(tmp_path: Path) -> None:
+    rules = written(tmp_path, 'name = "x"\n[[environments]]\n[[models]]\nname = "wren"\n', "rules.toml")
+    config = load_config([rules])
+    assert (config.charter, config.policy.path) == (str(rules), "wren")
+    assert config.policy.folder(tmp_path) == ROOT / "configs/models/wren"
+    mine = written(tmp_path, '[policy]\npath = "mine"\n')
+    assert load_config([rules, mine]).policy.path == "mine"
+    for models in ("", "models = 3", "[[models]]\nname = 3"):
+        bare = load_config([written(tmp_path, f"environments = []\n{models}", "bare.toml")])
+        assert bare.policy == NodeConfig().policy
+
+
 def test_the_charter_of_smollm2_fits_the_model_that_is_got() -> None:
     from node.environment.tasks import open_environment
     from node.known_models import KNOWN_MODELS
