@@ -52,10 +52,6 @@ def _with_auto_map(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoModel": "evil.Model"}}))
 
 
-def _with_broken_template(folder: Path) -> None:
-    (folder / "chat_template.jinja").write_text("{{")
-
-
 def _without_weights(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
 
@@ -65,7 +61,6 @@ def _without_weights(folder: Path) -> None:
     [
         (_with_code, "models that bring code are refused"),
         (_with_auto_map, "models that bring code are refused"),
-        (_with_broken_template, "refuses a question"),
         (_without_weights, "lacks model.safetensors"),
     ],
 )
