@@ -25,6 +25,7 @@ from node.open.stores import Stores
 from node.peers.book import PeerBook
 from node.peers.trust import TrustSettings
 from node.rollout.admission import Admission
+from node.rollout.engine.parity import tolerance_of
 from node.rollout.generate import Generator
 from node.rollout.prompts import PromptFeed, Universe
 from node.rollout.scoring import OwnScorer
@@ -208,7 +209,7 @@ async def open_trainer(common: Common, learner: Learner) -> TrainerRole:
             runtime, membership, lineage, trainer, base, common.open_sharing(common.network)
         )
     settings = SyncSettings(
-        tolerance=config.rollout.parity_tolerance,
+        tolerance=config.rollout.parity_tolerance or tolerance_of(parts.engine.dtype),
         probe_every=config.train.checkpoint_every,
         sequential=config.policy.sharing == "sequential",
     )
@@ -327,7 +328,7 @@ def open_follower(common: Common) -> FollowerRole:
         parts.policy,
         adapter,
         prompt=lambda number: common.universe.item(number).text,
-        tolerance=config.rollout.parity_tolerance,
+        tolerance=config.rollout.parity_tolerance or tolerance_of(parts.engine.dtype),
     )
     rollout = common.open_rollout(OwnSharing(common.network.publisher, probe).publish)
     rollouts = FollowerRollouts(rollout, common.admission, common.made, common.generator)

@@ -60,8 +60,8 @@ PROBE = ParityProbe(SEQUENCES, tolerance=0.01)
 
 def test_a_right_engine_passes() -> None:
     engine = Fake(0.005)
-    max_abs, reloaded = PROBE.update(engine, {}, 4, REFERENCE)
-    assert max_abs == pytest.approx(0.005, rel=1e-3)
+    apart, reloaded = PROBE.update(engine, {}, 4, REFERENCE)
+    assert apart == pytest.approx(0.005, rel=1e-3)
     assert not reloaded
     assert engine.loads == ["update"]
 
@@ -77,6 +77,40 @@ def test_a_failure_loads_everything(wrong: float) -> None:
 def test_a_second_failure_is_an_error(wrong: float) -> None:
     with pytest.raises(ParityError, match=r"fake engine at version 4 differs .* at most 0\.01"):
         PROBE.update(Fake(wrong, wrong), {}, 4, REFERENCE)
+
+
+@pytest.mark.parametrize(
+    ("gaps", "passes"),
+    [
+        ([0.009, 0.009, 0.009], True),
+        ([0.011, 0.011, 0.011], False),
+        ([0.0, 0.0, 0.029], True),  # the mean is 0.0097, the .99 quantile 0.0284: a fifth of it is 0.0057
+        ([0.0, 0.0, 0.031], False),
+    ],
+)
+def test_the_mean_decides(gaps: list[float], passes: bool) -> None:
+    off = [REFERENCE[0] + np.float32(gaps[:2]), REFERENCE[1] + np.float32(gaps[2:])]
+    if passes:
+        PROBE.check(Fake(), off)
+    else:
+        with pytest.raises(ParityError):
+            PROBE.check(Fake(), off)
+
+
+def test_one_token_in_fifty_that_is_far_off_is_found() -> None:
+    """One row of a layer that went wrong: the mean is 0.004, a fifth of the quantile is not."""
+    sequences = (TokenSequence((1,), tuple(range(50))),)
+
+    class Long(Fake):
+        def logprobs(self, sequences: Sequence[TokenSequence]) -> list[NDArray[np.float32]]:
+            return [np.zeros(50, np.float32)]
+
+    off = np.zeros(50, np.float32)
+    off[7] = 0.2
+    with pytest.raises(ParityError, match=r"by 0\.02"):
+        ParityProbe(sequences, tolerance=0.01).check(Long(), [off])
+    off[7] = 0.05
+    ParityProbe(sequences, tolerance=0.01).check(Long(), [off])
 
 
 def test_lengths_must_agree() -> None:
