@@ -18,6 +18,8 @@ from statistics import fmean
 __all__ = ["Choice", "Sample", "TaskSample", "percentile", "propose", "warnings"]
 
 GROUP, LARGE_GROUP = 8, 16
+FEW_ENDED = 0.5
+"""With a smaller share of answers that ended, their lengths say little about the others."""
 FEW_MIXED = 0.25
 """With a smaller share of mixed groups, groups get large."""
 MARGIN = 1.25
@@ -48,6 +50,8 @@ class TaskSample:
     """Groups whose rewards differ."""
     reward: float
     """Mean over all scored answers."""
+    paid: tuple[int, ...] = ()
+    """Tokens of those with a reward above 0."""
     lost: int = 0
     """Questions that gave no group: the task failed on them, or on an answer."""
 
@@ -67,6 +71,8 @@ class Sample:
     """Most tokens that an answer could have."""
     tokens_per_s: float
     """Of this machine's embedded engine, which did nothing else."""
+    late: int = 0
+    """Answers that were under way when time was up."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +100,12 @@ def warnings(samples: Sequence[Sample]) -> list[str]:
     """A sentence for each policy and task that would learn nothing, as far as the sample can tell."""
     said = []
     for sample in samples:
+        if sample.late:
+            of = sum(task.answers for task in sample.tasks)
+            said.append(
+                f"time was up with {sample.late} of {of} answers of {sample.model} under way, which count as "
+                "cut: give more with --within, or ask less with --sample and --max-tokens"
+            )
         for task in sample.tasks:
             what = f"the answers of {sample.model} to {task.environment}"
             if not task.lengths:
@@ -120,18 +132,24 @@ def percentile(values: Sequence[int], share: float) -> int:
 
 
 def _tokens(samples: Sequence[Sample], max_tokens: int) -> Choice:
-    ended = [task.lengths for sample in samples for task in sample.tasks if task.lengths]
     if not samples:
         return Choice(max_tokens, "not measured")
+    tasks = [task for sample in samples for task in sample.tasks]
     most = min(sample.cap for sample in samples)
-    if not ended:
-        return Choice(most, f"no answer ended by itself within {most} tokens")
+    fewest = min(tasks, key=lambda task: task.finished)
+    if fewest.finished < FEW_ENDED:
+        told = (
+            f"{len(fewest.lengths)} of {fewest.answers} answers to {fewest.environment} ended by themselves"
+        )
+        return Choice(most, f"only {told}")
+    ended = [task.lengths for task in tasks]
     low = min(percentile(lengths, 0.05) for lengths in ended)
     high = max(percentile(lengths, 0.95) for lengths in ended)
     value = min(most, math.ceil(MARGIN * high))
     need = f"{low} to {high}" if low < high else str(high)
-    half = percentile([each for lengths in ended for each in lengths], 0.5)
-    return Choice(value, f"answers need {need} tokens, half of them at most {half}, end token included")
+    paid = [each for task in tasks for each in task.paid]
+    told = f"; half of those that were paid at most {percentile(paid, 0.5)}" if paid else ""
+    return Choice(value, f"answers need {need} tokens, end token included{told}")
 
 
 def _group_size(tasks: Sequence[TaskSample]) -> Choice:

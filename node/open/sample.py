@@ -126,6 +126,7 @@ def sample_policy(
         ),
         cap=cap,
         tokens_per_s=sampled / took_s,
+        late=len(requests) - len(done),
     )
 
 
@@ -156,19 +157,31 @@ def _judged(
     )
     rewards = [each.rewards for each in scored if not isinstance(each, HostFailure)]
     rollouts = [rollout for _, group in answered for rollout in group]
+    paid = [
+        rollout
+        for (_, group), each in zip(answered, scored, strict=True)
+        if not isinstance(each, HostFailure)
+        for rollout, reward in zip(group, each.rewards, strict=True)
+        if reward > 0
+    ]
     return TaskSample(
         environment=task,
         answers=len(rollouts),
         lengths=tuple(
-            len(rollout.answer.token_ids) // 4
+            _tokens(rollout)
             for rollout in rollouts
             if rollout is not None and rollout.finish is FinishReason.STOP
         ),
         groups=len(rewards),
         mixed=sum(max(group) > min(group) for group in rewards),
         reward=fmean(reward for group in rewards for reward in group) if rewards else 0.0,
+        paid=tuple(map(_tokens, paid)),
         lost=asked - len(rewards),
     )
+
+
+def _tokens(rollout: Rollout | None) -> int:
+    return len(rollout.answer.token_ids) // 4 if rollout is not None else 0
 
 
 def _completion(rollout: Rollout | None) -> Completion:

@@ -6,9 +6,9 @@ from node.open.propose import Sample, TaskSample, propose, warnings
 
 
 def task(
-    lengths: tuple[int, ...], *, answers: int = 80, mixed: int = 4, reward: float = 0.4, lost: int = 0
+    lengths: tuple[int, ...], *, mixed: int = 4, reward: float = 0.4, paid: int = 0, lost: int = 0
 ) -> TaskSample:
-    return TaskSample("sums", answers, lengths, 10 - lost, mixed, reward, lost)
+    return TaskSample("sums", 80, lengths, 10 - lost, mixed, reward, (20, paid, 90) if paid else (), lost)
 
 
 def sample(*tasks: TaskSample, cap: int = 256, tokens_per_s: float = 100.0) -> Sample:
@@ -18,7 +18,7 @@ def sample(*tasks: TaskSample, cap: int = 256, tokens_per_s: float = 100.0) -> S
 def test_the_figures_become_rules_with_their_reasons() -> None:
     """Of 80 answers all end, with 1 to 80 tokens: 95 % have at most 76, and a quarter more is 95. A group has
     8 x 40.5 tokens of them, so 100 tokens a second are 0.309 groups, 32 of which take 103.7 s."""
-    choices = propose([sample(task(tuple(range(1, 81))))])
+    choices = propose([sample(task(tuple(range(1, 81)), paid=30))])
     assert {key: choice.value for key, choice in choices.items()} == {
         "group_size": 8,
         "max_new_tokens": 95,
@@ -27,7 +27,9 @@ def test_the_figures_become_rules_with_their_reasons() -> None:
         "slots_per_window": 128,  # 3 x 0.309 x 110 = 102, in whole 32s
         "max_skip_share": 0.5,
     }
-    assert choices["max_new_tokens"].why.startswith("answers need 4 to 76 tokens, half of them at most 40")
+    assert choices["max_new_tokens"].why == (
+        "answers need 4 to 76 tokens, end token included; half of those that were paid at most 30"
+    )
     assert choices["group_size"].why.startswith("4 of 10 questions are mixed with 8 answers")
     assert choices["window_ms"].why.startswith("this machine makes 0.309 groups a second")
 
@@ -62,8 +64,14 @@ def test_without_figures_the_rules_say_so() -> None:
     choices = propose([], 64)
     assert (choices["max_new_tokens"].value, choices["group_size"].value) == (64, 8)
     assert all("not measured" in choices[key].why for key in ("max_new_tokens", "group_size", "window_ms"))
-    cut = propose([sample(task(()), cap=48)])["max_new_tokens"]
-    assert (cut.value, cut.why) == (48, "no answer ended by itself within 48 tokens")
+
+
+def test_the_few_answers_that_ended_say_nothing_about_the_others() -> None:
+    few = propose([sample(task((5,) * 39), task((5,) * 80), cap=48)])["max_new_tokens"]
+    assert (few.value, few.why) == (48, "only 39 of 80 answers to sums ended by themselves")
+    assert propose([sample(task((5,) * 40), cap=48)])["max_new_tokens"].value == 7
+    (said,) = warnings([Sample("ada", (task((5,) * 40),), 48, 10.0, late=40)])
+    assert said.startswith("time was up with 40 of 80 answers of ada under way")
 
 
 def test_what_would_teach_nothing_is_told() -> None:

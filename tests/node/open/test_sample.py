@@ -110,7 +110,8 @@ def sampled(*, within_s: float = 1000.0, broken: Sequence[int] = (), context: in
         now_s=lambda: float(next(ticks)),
     )
     (task,) = made.tasks
-    assert made.model == "ada"
+    assert (made.model, made.late) == ("ada", 0 if within_s > 6 else 19)
+    assert task.paid == ((3,) * 4 if task.mixed else ())  # "xx" and its end token
     return made.cap, task.answers, task.lengths, task.groups, task.mixed, round(task.reward, 3), task.lost
 
 
