@@ -81,8 +81,7 @@ def new(
     first = environments[0].get("name") or Path(environments[0]["file"]).stem
     swarm = name or model_name(Path(f"{folders[0].name}-{first.rpartition('/')[2]}"))
     target = file or Path(f"{swarm}.toml")
-    if target.exists():
-        raise ConfigError(f"{target} exists and is not overwritten; give another --out, or move it away")
+    _require_new(target)
     policies = [Policy.open(folder) for folder in folders]
     rows = {
         "environments": environments,
@@ -173,6 +172,17 @@ def show(
 
 
 # --- new ----------------------------------------------------------------------------------------------------
+
+
+def _require_new(target: Path) -> None:
+    """Raise ConfigError, before anything is measured, for a file that could not be written, or not be read as
+    rules."""
+    if target.suffix != ".toml":
+        raise ConfigError(f"--out {target} must end in .toml, by which rules are told from signed charters")
+    if target.exists():
+        raise ConfigError(f"{target} exists and is not overwritten; give another --out, or move it away")
+    if not target.parent.is_dir():
+        raise ConfigError(f"there is no folder {target.parent} for --out {target.name}; make it first")
 
 
 def _folder(config: NodeConfig, model: str) -> Path:

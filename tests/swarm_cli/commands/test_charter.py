@@ -33,6 +33,8 @@ def signed(folder: Path, created_at: int = 0) -> tuple[Path, str]:
         (("--model", "wren", "--env", "reasoning_gym/chain_sm"), "the nearest valid name is 'chain_sum'"),
         (("--model", "no-such", "--env", SUMS), "'no-such' is no folder here"),
         (("--model", "wren", "--env", SUMS, "--out", "mine.toml"), "mine.toml exists and is not overwritten"),
+        (("--model", "wren", "--env", SUMS, "--out", "mine"), "--out mine must end in .toml"),
+        (("--model", "wren", "--env", SUMS, "--out", "no/mine.toml"), "there is no folder no for --out"),
     ],
 )
 def test_what_cannot_be_drafted_is_refused_at_once(
