@@ -113,6 +113,11 @@ class Home:
         return self.root / "charter.bin"
 
     @property
+    def rules(self) -> Path:
+        """Names the rules that `swarm charter new` wrote last: what a run without a charter founds."""
+        return self.root / "rules"
+
+    @property
     def annex(self) -> Path:
         """The newest annex of the swarm that this node knew."""
         return self.root / "annex.bin"

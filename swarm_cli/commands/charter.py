@@ -99,7 +99,7 @@ def new(
     _drafted(config, text, beside)
     for warning in warnings(samples):
         err.print(f"warning: {warning}")
-    _write(target, text)
+    _write(config, target, text)
     if json:
         write_json({"file": str(target), "name": swarm, "choices": choices, "samples": samples})
     else:
@@ -252,12 +252,17 @@ def _progress() -> Iterator[Progress]:
         yield lambda ended, of: bar.update(task, completed=ended, total=of)
 
 
-def _write(target: Path, text: str) -> None:
+def _write(config: NodeConfig, target: Path, text: str) -> None:
+    """The rules, and in the home that these are the ones to found next."""
+    from node.state.paths import Home
+    from node.state.stores import write_atomically
+
     try:
         with target.open("x", encoding="utf-8") as stream:
             stream.write(text)
+        write_atomically(Home(config.home).create().rules, f"{target.absolute()}\n".encode())
     except OSError as error:
-        raise ConfigError(f"cannot write {target}: {error.strerror}") from None
+        raise ConfigError(f"cannot write {error.filename or target}: {error.strerror}") from None
 
 
 # --- check and show -----------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -51,9 +52,12 @@ def run(
     ] = False,
     json: JsonOption = False,
 ) -> None:
-    """Run a node: generate, verify, share, train. Trains alone until a peer is found. With bootstraps, and no
-    charter yet, it joins their swarm."""
+    """Run a node: generate, verify, share, train. Trains alone until a peer is found. Without a charter it
+    joins the swarm of its bootstraps, or founds the one that `swarm charter new` wrote the rules of last."""
     resolved = resolve(config, setting, home, name=name, train__steps=steps)
+    if not config and (rules := _drafted(resolved)) is not None:
+        err.print(f"founding the swarm of {rules}")
+        resolved = resolve([rules], setting, home, name=name, train__steps=steps)
     if dry_run:
         write_json(resolved.model_dump(mode="json"), indent=2)
         return
@@ -71,6 +75,18 @@ def run(
         else:
             return
     raise AddressError("no bootstrap answers, and there is no charter of a swarm here yet; try again later")
+
+
+def _drafted(config: NodeConfig) -> Path | None:
+    """The rules that were written last, for a home that is in no swarm and was told of none."""
+    home = Home(config.home)
+    if config.charter or config.network.bootstraps or home.charter.exists():
+        return None
+    try:
+        rules = Path(home.rules.read_text("utf-8").strip())
+    except (OSError, UnicodeDecodeError):
+        return None
+    return rules if rules.is_file() else None
 
 
 @dataclass(frozen=True, slots=True)

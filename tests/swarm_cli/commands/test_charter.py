@@ -111,7 +111,8 @@ def test_a_draft_is_founded_and_trains(
     """Measured behind the walls, checked, founded and trained on, with nothing but the file."""
     file, home = tmp_path / "two.toml", tmp_path / "home"
     drafted = swarm(
-        "charter", "new", "--model", "wren", "--env", SUMS, "--env", WORDS, "--out", file, "--json"
+        *("charter", "new", "--model", "wren", "--env", SUMS, "--env", WORDS),
+        *("--out", file, "--home", home, "--json"),
     )
     facts = json.loads(drafted.out)
     assert (facts["name"], facts["file"]) == ("wren-chain_sum", str(file))
@@ -129,9 +130,10 @@ def test_a_draft_is_founded_and_trains(
         "evaluate.prompts_per_task=2",
     )
     settings = [option for setting in lone for option in ("--set", setting)]
-    node = start_swarm("run", "-c", file, "--home", home, "--steps", "3", *settings, "--json")
+    node = start_swarm("run", "--home", home, "--steps", "3", *settings, "--json")  # founds what was drafted
     out, said = node.communicate(timeout=100)
     assert node.returncode == 0, said
+    assert f"founding the swarm of {file}" in said
     events = json.loads(out)
     assert (events["NodeStarted"]["swarm"], Path(events["NodeStarted"]["model"]).name) == (
         "wren-chain_sum",
