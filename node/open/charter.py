@@ -32,6 +32,7 @@ from protocol.codec import decode, encode
 from protocol.errors import CharterError, ConfigError, RemoteProtocolError
 from protocol.identity import Identity
 from protocol.messages import Annex, Charter, MemberToken, Record
+from protocol.prompts import is_held_out
 from protocol.tasks import is_bundled
 
 __all__ = [
@@ -44,6 +45,8 @@ __all__ = [
 ]
 
 R = TypeVar("R", bound=Record)
+_SPLIT_SEEDS = 512
+"""Questions by which a task's split is judged; one in ten is held out."""
 
 
 def read_or_found_charter(
@@ -94,9 +97,12 @@ def installed_pins(charter: Charter) -> dict[str, str]:
 
 
 def worthless_tasks(host: TaskHost, charter: Charter) -> Iterator[tuple[bool, str]]:
-    """Of each task that pays for nothing: whether it may not be in a new swarm, and a sentence with the
-    figures. Blocking."""
+    """Of each task that pays for nothing, or has no questions for one of its uses: whether it may not be in a
+    new swarm, and a sentence with the figures. Blocking."""
     for spec in charter.environments:
+        if is_bundled(spec.name) and (text := _one_sided(host, spec.name)):
+            yield True, f"the task {spec.name} {text}; give it more rows"
+            continue
         paid = probe(host, spec.name)
         if paid.pays_anything:
             text = f"pays any text ({paid.senseless:.2f} of 1 for senseless ones on its own questions), so "
@@ -107,6 +113,16 @@ def worthless_tasks(host: TaskHost, charter: Charter) -> Iterator[tuple[bool, st
         elif paid.constant >= PAID:
             text = f"pays {paid.constant:.2f} of 1 for answering {paid.best!r} always"
             yield False, f"the task {spec.name} {text}; policies will learn that first"
+
+
+def _one_sided(host: TaskHost, task: str) -> str:
+    """What is wrong with the split of a task whose rows somebody wrote, "" for nothing."""
+    questions = {text for text in host.questions(task, range(_SPLIT_SEEDS)) if isinstance(text, str)}
+    held_out = sum(map(is_held_out, questions))
+    if 0 < held_out < len(questions) or not questions:
+        return ""
+    kind = "only held-out questions" if held_out else "no held-out question"
+    return f"has {kind} among {len(questions)} different ones, and a swarm needs both"
 
 
 def _read(path: Path, record_type: type[R]) -> R | None:

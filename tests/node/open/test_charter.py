@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from node.state.paths import Home, bundled
 from protocol.annex import issue_token, sign_annex
 from protocol.charter import charter_bytes, found, swarm_id
 from protocol.codec import encode
-from protocol.errors import CharterError
+from protocol.errors import CharterError, ConfigError
 from protocol.identity import Identity
 from protocol.messages import Annex
 from tests.node.open.conftest import OURS, rules, trusted
@@ -140,3 +141,47 @@ def test_the_demos_tasks_pay_for_answers_only(config: NodeConfig) -> None:
     charter = found(OURS, rules(), 0)
     with trusted(config, charter) as host:
         assert list(worthless_tasks(host, charter)) == []
+
+
+def rules_with(file: str) -> str:
+    head, _, rest = rules().partition("[[environments]]")
+    return f'{head}[[environments]]\nfile = "{file}"\n\n{rest[rest.index("[[tokenizers]]") :]}'
+
+
+def written(folder: Path, rows: int) -> None:
+    lines = (json.dumps({"question": f"{each} + 1 =", "answer": str(each + 1)}) for each in range(rows))
+    (folder / "sums.jsonl").write_text("\n".join(lines))
+
+
+@pytest.mark.slow
+def test_a_task_in_a_file_is_pinned_and_another_one_is_another_swarm(
+    config: NodeConfig, tmp_path: Path
+) -> None:
+    own = tmp_path / "rules.toml"
+    own.write_text(rules_with("sums.jsonl"))
+    config = config.model_copy(update={"charter": str(own)})
+    written(tmp_path, 60)
+    first = read_or_found_charter(config, OURS, 1000)
+    (spec,) = first.environments
+    assert spec.name == "rows/sums"
+    assert installed_pins(first) == {"rows/sums": spec.pin}
+    assert Home(config.home).task(spec.pin.removeprefix("sha256:")).is_file()
+    assert swarm_id(read_or_found_charter(config, OURS, 2000)) == swarm_id(first)
+    written(tmp_path, 61)
+    assert swarm_id(read_or_found_charter(config, OURS, 3000)) != swarm_id(first)
+
+
+@pytest.mark.slow
+def test_a_task_without_held_out_questions_founds_no_swarm(config: NodeConfig, tmp_path: Path) -> None:
+    own = tmp_path / "rules.toml"
+    own.write_text(rules_with("sums.jsonl"))
+    written(tmp_path, 2)
+    with pytest.raises(CharterError, match=r"rows/sums has no held-out question among 2 different ones"):
+        read_or_found_charter(config.model_copy(update={"charter": str(own)}), OURS, 1000)
+
+
+def test_a_file_that_is_not_there_is_named(config: NodeConfig, tmp_path: Path) -> None:
+    own = tmp_path / "rules.toml"
+    own.write_text(rules_with("gone.py"))
+    with pytest.raises(ConfigError, match=r"there is no task at .*gone\.py"):
+        read_or_found_charter(config.model_copy(update={"charter": str(own)}), OURS, 1000)
