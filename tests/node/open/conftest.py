@@ -13,6 +13,7 @@ from node.config import NodeConfig, load_config
 from node.environment.host import TrustedHost
 from node.environment.tasks import open_environment
 from node.state.paths import Home, bundled
+from node.state.tasks import blobs_of
 from protocol.identity import Identity
 from protocol.messages import Charter
 
@@ -22,8 +23,12 @@ OURS = Identity.from_seed(b"o" * 32)
 @contextlib.contextmanager
 def trusted(config: NodeConfig, charter: Charter) -> Iterator[TrustedHost]:
     """The tasks of `charter` without a worker, which takes two seconds to start."""
+    blobs = blobs_of(Home(config.home), charter.environments)
     yield TrustedHost(
-        {spec.name: open_environment(spec.name, json.loads(spec.config)) for spec in charter.environments}
+        {
+            spec.name: open_environment(spec.name, json.loads(spec.config), blobs=blobs)
+            for spec in charter.environments
+        }
     )
 
 

@@ -153,7 +153,6 @@ def written(folder: Path, rows: int) -> None:
     (folder / "sums.jsonl").write_text("\n".join(lines))
 
 
-@pytest.mark.slow
 def test_a_task_in_a_file_is_pinned_and_another_one_is_another_swarm(
     config: NodeConfig, tmp_path: Path
 ) -> None:
@@ -171,7 +170,6 @@ def test_a_task_in_a_file_is_pinned_and_another_one_is_another_swarm(
     assert swarm_id(read_or_found_charter(config, OURS, 3000)) != swarm_id(first)
 
 
-@pytest.mark.slow
 def test_a_task_without_held_out_questions_founds_no_swarm(config: NodeConfig, tmp_path: Path) -> None:
     own = tmp_path / "rules.toml"
     own.write_text(rules_with("sums.jsonl"))
