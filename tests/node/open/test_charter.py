@@ -174,7 +174,7 @@ def test_a_task_without_held_out_questions_founds_no_swarm(config: NodeConfig, t
     own = tmp_path / "rules.toml"
     own.write_text(rules_with("sums.jsonl"))
     written(tmp_path, 1)
-    with pytest.raises(CharterError, match=r"rows/sums has only held-out questions among 1 different ones"):
+    with pytest.raises(CharterError, match=r"rows/sums has no held-out question among 1 different ones"):
         read_or_found_charter(config.model_copy(update={"charter": str(own)}), OURS, 1000)
 
 
