@@ -11,6 +11,7 @@ import functools
 
 from node.compute import Lane
 from node.config import NodeConfig
+from node.events import NoticeLevel
 from node.membership import Membership
 from node.peers.book import PeerBook
 from node.peers.presence import Presence
@@ -44,6 +45,7 @@ class Network:
         sequence: SequenceSource,
         replay: ReplayGuard,
     ) -> None:
+        self._runtime = runtime
         self.transport = transport
         self.gossip = Gossip(
             runtime,
@@ -69,6 +71,9 @@ class Network:
 
     async def run(self) -> None:
         """Gossip and keep up with neighbours until cancelled."""
+        if why := self.transport.dials_unguarded:
+            text = f"the network daemon may dial what strangers announce ({why}); a firewall can stop it"
+            self._runtime.notice(NoticeLevel.WARNING, text)
         await run_endless(gossip=self.gossip.run(), presence=self.presence.run())
 
     def members_of(self, lineage: Lineage | None) -> list[PeerId]:

@@ -35,7 +35,7 @@ class Control:
     """Requests to the daemon that listens on the unix socket `path`."""
 
     def __init__(self, path: str) -> None:
-        self._path = path
+        self.path = path
 
     async def addresses(self) -> tuple[str, ...]:
         """Multiaddrs the daemon believes it has, without the peer id."""
@@ -74,14 +74,14 @@ class Control:
         return await self._open(request)
 
     async def _request(self, request: p2pd_pb2.Request) -> p2pd_pb2.Response:
-        reader, writer = await asyncio.open_unix_connection(self._path)
+        reader, writer = await asyncio.open_unix_connection(self.path)
         try:
             return await _exchange(reader, writer, request)
         finally:
             writer.transport.abort()
 
     async def _open(self, request: p2pd_pb2.Request) -> SocketPair:
-        reader, writer = await asyncio.open_unix_connection(self._path)
+        reader, writer = await asyncio.open_unix_connection(self.path)
         try:
             await _exchange(reader, writer, request)
         except BaseException:

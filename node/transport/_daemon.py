@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 from hivemind.utils.logging import use_hivemind_log_handler
 
 from node.transport._control import Control, ControlError
+from node.transport._dials import DialGuard
 from node.transport._sockets import SocketChannel
 from protocol.errors import DeadlineError, TransportError
 from protocol.messages import PeerId
@@ -56,11 +57,12 @@ _EXIT_GRACE_S = 0.05
 class Session:
     """A running daemon with its DHT node."""
 
-    def __init__(self, p2p: P2P, dht: DHTNode) -> None:
+    def __init__(self, p2p: P2P, dht: DHTNode, dials: DialGuard) -> None:
         self.control = Control(p2p._daemon_listen_maddr["unix"])
         self.listener_path: str = p2p._client_listen_maddr["unix"]
         """Where the daemon delivers incoming streams; hivemind's own listener is never started."""
         self.dht = dht
+        self.dials = dials
         self.dead = False
         self.channels: set[SocketChannel] = set()
         """Open streams, both ways."""
@@ -78,9 +80,13 @@ class Session:
         identity_path: Path,
         listen: str,
         open_dht: Callable[[P2P], Coroutine[Any, Any, DHTNode]],
+        own: Callable[[], Sequence[str]],
     ) -> Session:
-        """Start the daemon and its DHT node. Raises `TransportError`, leaving nothing behind."""
+        """Start the daemon and its DHT node. `own()` gives this node's addresses, for the rule of what is
+        dialled. Raises `TransportError`, leaving nothing behind."""
         launched: list[P2P] = []
+        loopback = "/127." in listen or "/ip6/::1/" in listen
+        dials = DialGuard(own, maps_ports=not loopback)
 
         class Daemon(P2P):
             """`p2pd`, reachable for cleaning up also when its start failed."""
@@ -93,9 +99,8 @@ class Session:
             def _make_process_args(*args: Any, **kwargs: Any) -> list[str]:
                 kwargs = {name: value for name, value in kwargs.items() if name not in _GO_DHT}
                 arguments: list[str] = P2P._make_process_args(*args, **kwargs, f=str(_CONFIG))
-                return arguments
+                return dials.command(arguments)
 
-        loopback = "/127." in listen or "/ip6/::1/" in listen
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
                 p2p = await Daemon.create(
@@ -109,10 +114,11 @@ class Session:
                 )
                 if p2p.peer_id.to_base58() != peer_id:
                     raise TransportError(f"{identity_path} holds the key of {p2p.peer_id}, not of {peer_id}")
-                return cls(p2p, await open_dht(p2p))
+                return cls(p2p, await open_dht(p2p), dials)
         except BaseException as error:
             for each in launched:
                 await _stop(each)
+            dials.close()
             if isinstance(error, TimeoutError):
                 raise DeadlineError("starting the network daemon p2pd", _START_TIMEOUT_S) from None
             if isinstance(error, STACK_ERRORS):
@@ -193,6 +199,7 @@ class Session:
             await asyncio.wait(tasks, timeout=1.0)
         self.dht.is_alive = False
         await _stop(self._p2p)
+        self.dials.close()
 
 
 async def _stop(p2p: P2P) -> None:

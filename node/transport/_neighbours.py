@@ -55,7 +55,11 @@ class Neighbours:
         peer = PeerID.from_base58(parse_address(address))
         try:
             async with asyncio.timeout(self._limits.connect_timeout_s):
-                await session.control.connect(peer, await resolve(address), self._limits.connect_timeout_s)
+                resolved = await resolve(address)
+                for each in resolved:
+                    _, host, _, port = str(each).strip("/").split("/")[:4]
+                    session.dials.permit(host, int(port))
+                await session.control.connect(peer, resolved, self._limits.connect_timeout_s)
                 if await session.dht.protocol.call_ping(peer) is None:
                     raise AddressError(
                         f"{address} is connected but answers no DHT ping; is it a node of a swarm?"

@@ -52,6 +52,8 @@ class Transport(ABC):
     """What was refused so far, by peer and reason; the node's book about peers counts on in it."""
     restarts: int
     """How often the network stack died and was rebuilt."""
+    dials_unguarded: str = ""
+    """Why this machine cannot hold the network stack to what `may_dial` allows; "" where it can."""
 
     @abstractmethod
     async def start(self) -> None:

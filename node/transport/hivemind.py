@@ -29,6 +29,7 @@ from node.transport._addresses import may_dial, parse_address, require_free, tcp
 from node.transport._control import read_message
 from node.transport._daemon import STACK_ERRORS, Session
 from node.transport._dht import DhtGuard, open_dht, unwrap, wrap
+from node.transport._dials import DialGuard
 from node.transport._neighbours import Neighbours
 from node.transport._sockets import SocketChannel
 from node.transport.base import (
@@ -117,6 +118,20 @@ class HivemindTransport(Transport):
         return self._addresses
 
     @property
+    def dials_unguarded(self) -> str:  # type: ignore[override]
+        return self._session.dials.missing if self._session is not None else ""
+
+    @property
+    def dials(self) -> DialGuard | None:
+        """What the running daemon may dial; None while there is none."""
+        return self._session.dials if self._session is not None else None
+
+    @property
+    def control_path(self) -> str | None:
+        """Where the running daemon takes requests; None while there is none."""
+        return self._session.control.path if self._session is not None else None
+
+    @property
     def daemon_process_id(self) -> int | None:
         """Of the running daemon; None while there is none."""
         return self._session.process_id if self._session is not None else None
@@ -169,7 +184,9 @@ class HivemindTransport(Transport):
                 p2p, self.peer_id, self._validate_record, self._dht_guard, self._limits, self.refusals
             )
 
-        session = await Session.open(self.peer_id, self._identity_path, self._listen, dht)
+        session = await Session.open(
+            self.peer_id, self._identity_path, self._listen, dht, lambda: self._addresses or (self._listen,)
+        )
         try:
             async with asyncio.timeout(self._limits.connect_timeout_s):
                 await self._read_addresses(session)

@@ -411,6 +411,8 @@ def check_network(peer: str | None) -> Finding:
         began_s = time.perf_counter()
         async with open_alone(folder) as transport:
             detail = f"the daemon starts in {time.perf_counter() - began_s:.1f} s"
+            if why := transport.dials_unguarded:
+                detail += f" and dials what strangers announce, since {why}"
             if peer is None:
                 clock = check_clock(time.time(), None)
                 return Finding("network", clock.ok, f"{detail}; clock {clock.detail}", clock.fix)
