@@ -19,7 +19,7 @@ from pathlib import Path
 
 from msgspec import inspect as types
 
-from protocol import constants, merge_messages, messages, prompts, topics
+from protocol import constants, merge_messages, messages, prompts, tasks, topics
 from protocol.charter import charter_bytes
 from protocol.codec import encode, framed
 from protocol.envelope import Envelope
@@ -89,9 +89,12 @@ def names() -> str:
 
 def records() -> str:
     """A table for every record, in the order of the source."""
-    source = ast.parse(inspect.getsource(messages) + inspect.getsource(merge_messages))
-    found = [node.name for node in source.body if isinstance(node, ast.ClassDef)]
-    classes = [getattr(messages, name, None) or getattr(merge_messages, name) for name in found]
+    classes = [
+        getattr(module, node.name)
+        for module in (messages, merge_messages, tasks)
+        for node in ast.parse(inspect.getsource(module)).body
+        if isinstance(node, ast.ClassDef)
+    ]
     kept = [each for each in classes if issubclass(each, Record) and each is not Record]
     return "\n\n".join(_record(each) for each in [*kept, Envelope])
 
