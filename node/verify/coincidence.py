@@ -47,14 +47,15 @@ class RolloutPrint:
 
     key: bytes
     """Token ids as they travel; equal keys are equal beginnings."""
-    logprobs_T: NDArray[np.float32]
-    versions_T: NDArray[np.uint32]
+    logprobs: bytes
+    versions: bytes
     logprob_sum: float
 
 
 @dataclass(frozen=True, slots=True)
 class GroupPrint:
-    """What is remembered of one group, about 1 KB for eight short answers."""
+    """What is remembered of one group: about 3 KB for eight short answers, in bytes rather than arrays, which
+    would be 5."""
 
     author: PeerId
     lineage: Lineage
@@ -78,13 +79,17 @@ def print_group(group: RolloutGroup, tokens: Sequence[TokenArrays], arrived_at: 
         rollouts=tuple(
             RolloutPrint(
                 key=rollout.answer.token_ids[: 4 * PRINT_TOKENS],
-                logprobs_T=arrays.logprobs_T[:PRINT_TOKENS].copy(),
-                versions_T=arrays.versions_T[:PRINT_TOKENS].copy(),
+                logprobs=rollout.answer.logprobs[: 4 * PRINT_TOKENS],
+                versions=rollout.answer.versions[: 4 * PRINT_TOKENS],
                 logprob_sum=float(arrays.logprobs_T.sum(dtype=np.float64)),
             )
             for rollout, arrays in zip(group.rollouts, tokens, strict=True)
         ),
     )
+
+
+def _floats(data: bytes) -> NDArray[np.float32]:
+    return np.frombuffer(data, "<f4")
 
 
 def evidence_nats(later: GroupPrint, earlier: GroupPrint, *, believed: bool = True) -> float:
@@ -131,12 +136,13 @@ def _equal_nats(
     seen: set[bytes] = set()
     for i, j in pairs:
         one, other = later.rollouts[i], earlier.rollouts[j]
-        nats_T = _token_nats(one.logprobs_T, other.logprobs_T, near_counts=not same_base)
+        nats_T = _token_nats(_floats(one.logprobs), _floats(other.logprobs), near_counts=not same_base)
         if same_base:
             # Same start: the weights may be equal where both are at version 0, or where both generated with
             # one policy: one author twice, or an owner and its followers.
-            equal_versions_T = one.versions_T == other.versions_T
-            maybe_same_T = equal_versions_T if same_policy else equal_versions_T & (one.versions_T == 0)
+            ours_T, theirs_T = (np.frombuffer(each.versions, "<u4") for each in (one, other))
+            equal_versions_T = ours_T == theirs_T
+            maybe_same_T = equal_versions_T if same_policy else equal_versions_T & (ours_T == 0)
             nats_T = np.where(maybe_same_T, 0.0, nats_T)
         for t in np.flatnonzero(nats_T > 0.0):
             prefix = one.key[: 4 * (int(t) + 1)]

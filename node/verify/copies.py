@@ -23,7 +23,8 @@ from protocol.rollouts import TokenArrays
 __all__ = ["Copies"]
 
 MAX_PRINTS = 4096
-"""Groups remembered: 4 MB of eight short answers each, at most 200 MB of 64 long ones."""
+"""Groups remembered: 12 MB of eight short answers each, at most 200 MB of 64 long ones. A node that begins
+grows until it has so many."""
 MAX_GROUPS_PER_COMPLETION = 256
 """A common completion ("7") occurs in very many groups; the newest are compared."""
 MAX_COMPARISONS = 64

@@ -277,7 +277,10 @@ def test_peers_call_a_group_of_whole_drafts_replayed() -> None:
 
     def group(slot: int, version: int, logprob: float) -> GroupPrint:
         logprobs_T, versions_T = np.full(6, logprob, np.float32), np.full(6, version, np.uint32)
-        rollouts = [RolloutPrint(bytes(a), logprobs_T, versions_T, float(logprobs_T.sum())) for a in answers]
+        rollouts = [
+            RolloutPrint(bytes(a), logprobs_T.tobytes(), versions_T.tobytes(), float(logprobs_T.sum()))
+            for a in answers
+        ]
         return GroupPrint(
             "me",
             Lineage(owner="me", base_model="weights", tokenizer="letters"),
