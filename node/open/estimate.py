@@ -21,9 +21,9 @@ Estimates for CUDA and vLLM have not been held against a GPU.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from node.config import NodeConfig
 from node.rollout.policy import Policy
@@ -78,10 +78,15 @@ class ModelFacts:
         """From the policy's config.json and weight files. What this kind of model does not name is taken from
         usual proportions."""
         config = json.loads((policy.path / "config.json").read_bytes())
+        return cls.read(config, policy.params, policy.max_positions)
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any], params: int, max_positions: int) -> ModelFacts:
+        """From the values of a config.json."""
         hidden = int(config.get("hidden_size") or config.get("n_embd") or 1024)
         heads = int(config.get("num_attention_heads") or config.get("n_head") or max(1, hidden // 64))
         return cls(
-            params=policy.params,
+            params=params,
             layers=int(config.get("num_hidden_layers") or config.get("n_layer") or 1),
             hidden=hidden,
             intermediate=int(config.get("intermediate_size") or 4 * hidden),
@@ -89,7 +94,7 @@ class ModelFacts:
             kv_heads=int(config.get("num_key_value_heads") or heads),
             head_dim=int(config.get("head_dim") or hidden // heads),
             vocab=int(config["vocab_size"]),
-            max_positions=policy.max_positions,
+            max_positions=max_positions,
         )
 
     @property
@@ -215,6 +220,8 @@ class Way:
     micro_batch_tokens: int
     """At most so many padded tokens in a pass."""
     on_gpu: bool
+    rollouts: int = 0
+    """In flight at a time, for which the engine has cache; 0: as many as are wished for."""
 
     @property
     def dtype(self) -> str:
@@ -236,6 +243,7 @@ class Part:
 def parts_of(facts: ModelFacts, wishes: Wishes, way: Way) -> tuple[Part, ...]:
     """Everything that trainer (or follower) and engine keep in memory when the policy is trained this way."""
     pass_tokens = min(max(way.micro_batch_tokens, wishes.row_tokens), wishes.step_tokens)
+    wishes = replace(wishes, rollouts=way.rollouts or wishes.rollouts)
     if wishes.engine != "vllm":
         wishes = replace(wishes, engine_dtype=way.dtype)
     trainer = _trainer_parts(facts, wishes, way, pass_tokens)

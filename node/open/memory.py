@@ -17,6 +17,9 @@ from protocol.errors import ConfigError
 
 __all__ = ["BudgetError", "MemoryPlan", "plan_memory"]
 
+_HALVINGS = 2
+"""Of the rollouts at a time, before another way to train is preferred."""
+
 
 class BudgetError(ConfigError):
     """The policy does not fit on this machine as wished; the message says what to change and shows the
@@ -36,6 +39,11 @@ class MemoryPlan:
     """Bad steps are taken back."""
     trains: bool = True
     """False for a follower, where what is tuned says what the owner tunes."""
+    fewer: bool = False
+    """There is no room for as many rollouts at a time as were wished for."""
+    max_in_flight: int = 0
+    """Rollouts while fewer than which another group begins, so that there are never more than the way has
+    room for."""
 
     @property
     def total_bytes(self) -> int:
@@ -63,7 +71,8 @@ class MemoryPlan:
         machine, way = self.machine, self.way
         yield (
             f"memory plan for {machine.name}: {self._title()}, "
-            f"{way.micro_batch_tokens} tokens a pass{', layers recomputed' if way.recompute else ''}"
+            f"{way.micro_batch_tokens} tokens a pass{', layers recomputed' if way.recompute else ''}, "
+            f"{way.rollouts} rollouts at a time"
         )
         for owner in ("trainer", "engine"):
             parts = [part for part in self.parts if part.owner == owner]
@@ -79,10 +88,11 @@ class MemoryPlan:
 
 def plan_memory(facts: ModelFacts, machine: Machine, wishes: Wishes) -> MemoryPlan:
     """The first way to train that fits, in this order: all weights; with 8-bit moments; by turns with the
-    engine; an adapter; an adapter by turns. Each rather without computing layers anew, and with the most
-    tokens a pass that fit. Where it is left to the plan, supervised if that way then still fits, with fewer
-    tokens a pass perhaps; on a GPU only with an adapter, since all weights and moments take long to copy from
-    there at every step. Raises BudgetError."""
+    engine; an adapter; an adapter by turns. Each with as many rollouts at a time as are wished for, else half
+    or a quarter of them; fewer, down to one group, only where no way fits with those. Each rather without
+    computing layers anew, and with the most tokens a pass that fit. Where it is left to the plan, supervised
+    if that way then still fits, with fewer tokens a pass perhaps; on a GPU only with an adapter, since all
+    weights and moments take long to copy from there at every step. Raises BudgetError."""
     _require_share(facts, machine, wishes)
     if wishes.supervise != "auto":
         return _first(facts, machine, wishes)
@@ -142,7 +152,7 @@ def _plans(facts: ModelFacts, machine: Machine, wishes: Wishes) -> Iterator[Memo
         (LORA, "adamw", "sequential"),
         (LORA, "adamw_8bit", "sequential"),
     )
-    for tuning, optimiser, sharing in order:
+    for few, (tuning, optimiser, sharing) in itertools.product((False, True), order):
         if (
             wishes.tuning not in ("auto", tuning)
             or wishes.optimiser not in ("auto", optimiser)
@@ -153,9 +163,22 @@ def _plans(facts: ModelFacts, machine: Machine, wishes: Wishes) -> Iterator[Memo
             continue  # what a follower gets is what its owner tunes, not what fits
         if optimiser == "adamw_8bit" and wishes.optimiser == "auto" and not machine.has_bitsandbytes:
             continue
-        for recompute, tokens in itertools.product((False, True), _pass_sizes(wishes)):
-            way = Way(tuning, optimiser, sharing, recompute, tokens, machine.device == "cuda")
+        sizes = list(_pass_sizes(wishes))
+        for rollouts, recompute, tokens in itertools.product(_at_once(wishes, few=few), (False, True), sizes):
+            way = Way(tuning, optimiser, sharing, recompute, tokens, machine.device == "cuda", rollouts)
             yield _plan(facts, machine, wishes, way)
+
+
+def _at_once(wishes: Wishes, *, few: bool) -> Iterator[int]:
+    """Rollouts that the engine has cache for: as many as are wished for, half and a quarter of them; `few`:
+    fewer than that, down to one group. What a fixed cache holds is fixed."""
+    rollouts = wishes.rollouts
+    for halvings in itertools.count():
+        if few == (halvings > _HALVINGS):
+            yield rollouts
+        if rollouts <= wishes.group_size or wishes.fixed_cache_bytes or wishes.fixed_share:
+            return
+        rollouts = max(wishes.group_size, rollouts // 2)
 
 
 def _pass_sizes(wishes: Wishes) -> Iterator[int]:
@@ -181,6 +204,8 @@ def _plan(facts: ModelFacts, machine: Machine, wishes: Wishes, way: Way) -> Memo
         engine_share=share,
         supervise=wishes.supervise is True,
         trains=wishes.trains,
+        fewer=way.rollouts < wishes.rollouts,
+        max_in_flight=max(1, way.rollouts - wishes.group_size + 1),
     )
 
 

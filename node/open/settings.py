@@ -69,6 +69,9 @@ def _needs(config: NodeConfig) -> frozenset[str]:
 def resolved(config: NodeConfig, policy: Policy, plan: MemoryPlan) -> NodeConfig:
     """`config` with every "auto" decided: by the run's newest checkpoint, else by `plan`."""
     begun, way = as_begun(config, policy), plan.way
+    in_flight, concurrent = begun.rollout.max_in_flight, begun.vllm.max_concurrent
+    if plan.fewer:
+        in_flight, concurrent = min(in_flight, plan.max_in_flight), min(concurrent, way.rollouts)
     return begun.model_copy(
         update={
             "policy": begun.policy.model_copy(
@@ -77,7 +80,10 @@ def resolved(config: NodeConfig, policy: Policy, plan: MemoryPlan) -> NodeConfig
             "train": begun.train.model_copy(
                 update={"optimiser": way.optimiser, "micro_batch_tokens": way.micro_batch_tokens}
             ),
-            "vllm": begun.vllm.model_copy(update={"gpu_memory_share": plan.engine_share}),
+            "rollout": begun.rollout.model_copy(update={"max_in_flight": in_flight}),
+            "vllm": begun.vllm.model_copy(
+                update={"gpu_memory_share": plan.engine_share, "max_concurrent": concurrent}
+            ),
             "supervise": begun.supervise.model_copy(update={"enabled": plan.supervise}),
         }
     )

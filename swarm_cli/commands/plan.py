@@ -23,6 +23,7 @@ import typer
 
 from node.state.paths import Home
 from protocol.errors import ConfigError
+from swarm_cli.commands.plan_model import plan_model
 from swarm_cli.options import HomeOption, JsonOption, resolve
 from swarm_cli.output import err, out, write_json
 
@@ -85,13 +86,23 @@ def plan(
         list[str] | None,
         typer.Option(metavar="NAME:RATE[:COST]", help="A node that could follow, groups a second, cost."),
     ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Plan memory instead: qwen2.5-0.5b, ..., or a config.json.")
+    ] = None,
+    gpu: Annotated[float, typer.Option(min=1, help="With --model: GiB of the GPU.")] = 24,
+    tokens: Annotated[int, typer.Option(min=1, max=32_768, help="With --model: most of an answer.")] = 1024,
     json: JsonOption = False,
 ) -> None:
-    """How many followers keep the learner busy, how stale their groups are; measured where not given.
+    """How many followers keep the learner busy, how stale their groups are; measured where not given. With
+    --model: how that model would be trained on a GPU of that size, without either.
 
     Exit codes: 0 the plan keeps the learner busy, 1 none does (no publish interval within the staleness, or
-    too few workers: then the best is shown), 2 wrong or missing input.
+    too few workers: then the best is shown; with --model: it does not fit), 2 wrong or missing input.
     """
+    if model is not None:
+        if not plan_model(model, gpu, tokens, json=json):
+            raise typer.Exit(NOT_ENOUGH)
+        return
     from node.weights.follow.provision import Load, Worker, provision
 
     place = Home(resolve(None, None, home).home).run(run)

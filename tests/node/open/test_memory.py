@@ -148,7 +148,7 @@ def test_nothing_is_planned_that_is_not_installed() -> None:
     with pytest.raises(BudgetError, match="no policy is small enough"):
         plan_memory(replace(HALF, params=1, layers=1, vocab=2), card(1), WISHES)
     with pytest.raises(BudgetError, match=r"lower vllm\.kv_cache_mib, rollout\.max_in_flight"):
-        plan_memory(HALF, card(24), replace(WISHES, rollouts=4096))
+        plan_memory(HALF, card(24), replace(WISHES, rollouts=4096, group_size=4096))
     assert plan_memory(HALF, replace(card(16), has_bitsandbytes=False), WISHES).way.optimiser == "adamw"
 
 
@@ -299,3 +299,30 @@ def test_probes_and_old_weights_cost_their_copies() -> None:
     assert sizes(plan_memory(HALF, cpu(640), limited), "trainer")["snapshots"] == 5 * GIB
     follower = replace(wishes, trains=False)
     assert "good state" not in sizes(plan_memory(HALF, cpu(640), follower), "trainer")
+
+
+def test_rollouts_at_a_time_are_the_plans_to_choose() -> None:
+    """1.5 B with answers of 1,024 tokens on 8 GB: an adapter, by turns, and fewer rollouts at a time."""
+    wishes = replace(WISHES, rollouts=71)
+    roomy = plan_memory(ONE_AND_A_HALF, card(80), wishes)
+    assert (roomy.way.rollouts, roomy.fewer) == (71, False)
+    tight = plan_memory(ONE_AND_A_HALF, card(8), wishes)
+    assert tight.way.tuning == "lora"
+    assert tight.fewer == (tight.way.rollouts < 71)
+    cache = 2 * 28 * 2 * 128 * 2  # keys and values of a token: 28 layers, 2 heads of 128, two bytes
+    assert sizes(tight, "engine")["cache"] == tight.way.rollouts * 1280 * cache
+    assert tight.max_in_flight == tight.way.rollouts - 7  # one more group of eight begins below that
+
+
+def test_the_last_resort_is_one_group_at_a_time() -> None:
+    wishes = replace(WISHES, rollouts=512)
+    plans = (_planned(ONE_AND_A_HALF, card(tenths / 10), wishes) for tenths in range(20, 200))
+    least = next(plan for plan in plans if plan is not None)
+    assert (least.way.rollouts, least.fewer, least.max_in_flight) == (8, True, 1)
+
+
+def _planned(facts: ModelFacts, machine: Machine, wishes: Wishes) -> MemoryPlan | None:
+    try:
+        return plan_memory(facts, machine, wishes)
+    except BudgetError:
+        return None
