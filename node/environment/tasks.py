@@ -1,7 +1,8 @@
 """Opening a task, asking it for questions, and scoring answers: a third party's code.
 
-Every reasoning-gym task is reachable as `reasoning_gym/<task>`; others are files that travel
-(`own_task.py`), or packages that register a loader under the entry-point group `murmuration.environments`.
+Every reasoning-gym task is reachable as `reasoning_gym/<task>`, every installed environment of verifiers as
+`verifiers/<id>` (`verifiers_task.py`); others are files that travel (`own_task.py`), or packages that
+register a loader under the entry-point group `murmuration.environments`.
 Same seed and index, same prompt, on every machine; same completion, same reward.
 
 Only processes without anything to lose import this: the sandbox's worker, and the tools that train bundled
@@ -25,11 +26,12 @@ import msgspec
 
 from node.environment.answers import ANSWER_KEY, AnswerKind, AnswerRule, answer_rule
 from node.environment.framing import FRAMING_KEY
-from node.environment.installed import REASONING_GYM, registered, unknown
+from node.environment.installed import REASONING_GYM, VERIFIERS, registered, unknown
 from node.environment.own_task import OwnTask
 from node.environment.records import Completion, Environment, Prompt, Score, item_seed
 from node.environment.scan import evaluates_answers
 from node.environment.schema import checked_config, nearest
+from node.environment.verifiers_task import VerifiersTask
 from protocol.errors import ConfigError
 
 __all__ = [
@@ -48,9 +50,9 @@ def open_environment(
     own: Mapping[str, metadata.EntryPoint] | None = None,
     blobs: Mapping[str, bytes] | None = None,
 ) -> Environment:
-    """Open `reasoning_gym/<task>`, a task in a file by its blob, or a registered environment by its entry
-    point's name. The reserved key `answer` of the config says where in a completion the answer stands
-    (`answers.py`). Raises ConfigError."""
+    """Open `reasoning_gym/<task>`, `verifiers/<id>`, a task in a file by its blob, or a registered
+    environment by its entry point's name. The reserved key `answer` of the config says where in a completion
+    the answer stands (`answers.py`). Raises ConfigError."""
     settings = dict(config)
     settings.pop(FRAMING_KEY, None)  # the policy's business
     said = settings.pop(ANSWER_KEY, AnswerKind.WHOLE)
@@ -72,6 +74,8 @@ def _open(
 ) -> Environment:
     if name.startswith(REASONING_GYM):
         return ReasoningGymEnvironment(name.removeprefix(REASONING_GYM), config)
+    if name.startswith(VERIFIERS):
+        return VerifiersTask(name, config)
     if name in blobs:
         return OwnTask(name, blobs[name], config)
     if name in own:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from node.environment.answers import ANSWER_KEY
-from node.environment.installed import REASONING_GYM, registered, unknown
+from node.environment.installed import REASONING_GYM, VERIFIERS, pin, registered, unknown
 from node.environment.pack import is_task_path
 from node.environment.schema import checked_config
 from node.events import inert
@@ -58,6 +58,8 @@ def environment_of(text: str, folder: Path = Path()) -> dict[str, Any]:
     elif name.startswith(REASONING_GYM):
         settings = {key: value for key, value in config.items() if key != ANSWER_KEY}
         checked_config(name.removeprefix(REASONING_GYM), settings)
+    elif name.startswith(VERIFIERS):
+        pin(name)  # it is here
     elif name not in (own := registered()):
         raise unknown(name, sorted(own))
     return {**row, "config": config} if config else row

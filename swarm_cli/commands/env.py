@@ -129,7 +129,7 @@ def list_tasks(
     json: JsonOption = False,
 ) -> None:
     """List all tasks that are known here: built in, installed, and in files of a folder."""
-    from node.environment.installed import REASONING_GYM, registered
+    from node.environment.installed import REASONING_GYM, registered, verifiers_environments
     from node.environment.pack import pack
     from node.environment.schema import known_tasks
     from node.events import inert
@@ -144,6 +144,8 @@ def list_tasks(
             found[str(path)] = f"cannot be packed: {error}"
     for name, entry in sorted(registered().items()):
         found[name] = f"of the package {entry.dist.name if entry.dist is not None else entry.module}"
+    for name, version in sorted(verifiers_environments().items()):
+        found[name] = f"an environment of verifiers, version {version}"
     for task in known_tasks():
         found[REASONING_GYM + task] = "built in"
     if json:
