@@ -315,8 +315,8 @@ def test_rollouts_at_a_time_are_the_plans_to_choose() -> None:
 
 
 def test_the_last_resort_is_one_group_at_a_time() -> None:
-    wishes = replace(WISHES, rollouts=512)
-    plans = (_planned(ONE_AND_A_HALF, card(tenths / 10), wishes) for tenths in range(20, 200))
+    wishes = replace(WISHES, rollouts=512, tuning="lora", optimiser="adamw", sharing="sequential")
+    plans = (_planned(ONE_AND_A_HALF, card(tenths / 10), wishes) for tenths in range(50, 90))
     least = next(plan for plan in plans if plan is not None)
     assert (least.way.rollouts, least.fewer, least.max_in_flight) == (8, True, 1)
 
