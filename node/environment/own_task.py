@@ -17,14 +17,14 @@ from typing import Any
 
 from node.environment.compare import Compare, require_installed
 from node.environment.records import Completion, Prompt, Score, item_seed
-from node.environment.rows import MAX_ROWS, Rows
+from node.environment.rows import MAX_ROWS, QUESTION, SOLUTION, Rows
 from node.environment.schema import nearest
 from protocol.errors import ConfigError
 from protocol.tasks import unpack
 
-__all__ = ["OwnTask", "solution_of"]
+__all__ = ["OwnTask"]
 
-KEYS = {"question": "question", "solution": "answer", "compare": str(Compare.TEXT)}
+KEYS = {"question": QUESTION, "solution": SOLUTION, "compare": str(Compare.TEXT)}
 """Keys of the charter's config, and what stands where they are left out: the columns of question and answer,
 and how answers are compared. The last two are for rows without code."""
 EXACT = 1.0 - 1e-6
@@ -80,7 +80,7 @@ class OwnTask:
         """See `Environment.prompt`."""
         drawn = item_seed(seed, index)
         if self._rows is not None:
-            row = self._rows[drawn % len(self._rows)]  # as in `solution_of`
+            row = self._rows[drawn % len(self._rows)]  # as in `rows.solution_of`
         elif self._make is not None:
             row = self._make(random.Random(drawn))
             if not isinstance(row, Mapping):
@@ -176,17 +176,6 @@ class OwnTask:
                 if column not in row:
                     near = nearest(column, sorted(row))
                     raise ConfigError(f"{self.name}: row {number + 1} has no column {column!r}; {near}")
-
-
-def solution_of(blob: bytes, config: Mapping[str, object], seed: int) -> str | None:
-    """The answer that stands in the row of a seed; None where there is none, or code makes the rows. Runs
-    nothing."""
-    lines = unpack(blob).rows
-    if not lines:
-        return None
-    rows = Rows(lines)
-    solution = rows[item_seed(seed, 0) % len(rows)].get(str(config.get("solution", KEYS["solution"])))
-    return None if solution is None else str(solution)
 
 
 def _checked(name: str, config: Mapping[str, object], *, has_code: bool) -> dict[str, str]:

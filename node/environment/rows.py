@@ -14,13 +14,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from node.environment.records import item_seed
 from protocol.errors import ConfigError
-from protocol.tasks import MAX_ROWS_BYTES
+from protocol.tasks import MAX_ROWS_BYTES, unpack
 
-__all__ = ["MAX_ROWS", "Rows", "read_rows"]
+__all__ = ["MAX_ROWS", "QUESTION", "SOLUTION", "Rows", "read_rows", "solution_of"]
 
 MAX_ROWS = 1_000_000
 MAX_ROW_BYTES = 64 * 1024
+QUESTION, SOLUTION = "question", "answer"
+"""Columns of a row where the charter names no others."""
 
 
 class Rows:
@@ -46,6 +49,17 @@ class Rows:
         end = self._starts[number + 1] if number + 1 < len(self._starts) else len(self._lines)
         row: dict[str, Any] = json.loads(self._lines[start:end])
         return row
+
+
+def solution_of(blob: bytes, config: Mapping[str, object], seed: int) -> str | None:
+    """The answer that stands in the row of a seed of a packed task; None where there is none, or code makes
+    the rows. Runs nothing."""
+    lines = unpack(blob).rows
+    if not lines:
+        return None
+    rows = Rows(lines)
+    solution = rows[item_seed(seed, 0) % len(rows)].get(str(config.get("solution", SOLUTION)))
+    return None if solution is None else str(solution)
 
 
 def read_rows(path: Path) -> bytes:

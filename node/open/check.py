@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from node.environment.host import Answers, HostFailure, ScoredGroup
-from node.environment.own_task import solution_of
 from node.environment.pack import pack
 from node.environment.probe import CONSTANTS, PAID, SENSELESS, Probe, probe
 from node.environment.records import Completion
+from node.environment.rows import solution_of
 from node.sandbox.host import SandboxedHost
 from protocol.charter import canonical_json
 from protocol.codec import digest

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from node.environment.guard import guarded_question, guarded_score
-from node.environment.own_task import OwnTask, solution_of
+from node.environment.own_task import OwnTask
 from node.environment.pack import is_task_path, pack
 from node.environment.records import Completion, Environment
+from node.environment.rows import solution_of
 from node.environment.tasks import open_environment
 from protocol.codec import digest, encode
 from protocol.errors import ConfigError

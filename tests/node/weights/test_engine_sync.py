@@ -116,7 +116,9 @@ class Bench:
         self.trainer = trainer or Reference(policy)
         self.offers = Offers(StageGauge("broadcast", runtime.clock, "a new version"))
         texts = ("12", "345", "6" * 100)
-        held_out = SimpleNamespace(prompts=lambda: [SimpleNamespace(text=text) for text in texts])
+        held_out = SimpleNamespace(
+            prompts=lambda: [SimpleNamespace(text=text, environment="") for text in texts]
+        )
         self.sync = EngineSync(
             runtime,
             cast("Trainer", self.trainer),

@@ -119,7 +119,7 @@ class Bench:
         self.published.append((policy_version, anchor))
 
     def prompts(self) -> list[Any]:
-        return [SimpleNamespace(text=text) for text in ("12", "345")]
+        return [SimpleNamespace(text=text, environment="") for text in ("12", "345")]
 
     def rewards(self, prompts: int = 64) -> list[float]:
         self.probed.append(self.engine.policy_version)
